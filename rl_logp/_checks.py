@@ -1,0 +1,144 @@
+"""What the operators accept. Metadata only: nothing here makes a host wait for a device."""
+
+from typing import Optional
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch import Tensor
+
+LOGITS_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+TARGET_DTYPES = (torch.int32, torch.int64)
+
+
+def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+    return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _same_device(name: str, tensor: Tensor, logits: Tensor) -> None:
+    if tensor.device != logits.device:
+        raise ValueError(
+            f"fused_logp: expected {name} on {logits.device}, the device of logits,"
+            f" got {tensor.device}"
+        )
+
+
+def _row_tensor(name: str, tensor: Tensor, target: Tensor, logits: Tensor) -> None:
+    if tensor.shape != target.shape:
+        raise ValueError(
+            f"fused_logp: expected {name} of shape {tuple(target.shape)}, the shape of target,"
+            f" got {tuple(tensor.shape)}"
+        )
+    _same_device(name, tensor, logits)
+
+
+def forward(logits: Tensor, target: Tensor, temperature: Optional[Tensor]) -> None:
+    """Raises TypeError or ValueError unless the arguments have the documented form."""
+    if logits.dtype not in LOGITS_DTYPES:
+        raise TypeError(
+            f"fused_logp: expected logits of dtype {_names(LOGITS_DTYPES)},"
+            f" got {_name(logits.dtype)}"
+        )
+    if target.dtype not in TARGET_DTYPES:
+        raise TypeError(
+            f"fused_logp: expected target of dtype {_names(TARGET_DTYPES)},"
+            f" got {_name(target.dtype)}"
+        )
+    if logits.dim() < 1:
+        raise ValueError("fused_logp: expected logits of shape (..., V), got a 0-dim tensor")
+    if logits.shape[-1] < 1:
+        raise ValueError(
+            f"fused_logp: expected logits with at least one column, got {tuple(logits.shape)}"
+        )
+    if target.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"fused_logp: expected target of shape {tuple(logits.shape[:-1])}, the leading shape"
+            f" of logits, got {tuple(target.shape)}"
+        )
+    _same_device("target", target, logits)
+    if temperature is None:
+        return
+    if temperature.dtype != torch.float32:
+        raise TypeError(
+            f"fused_logp: expected temperature of dtype float32, got {_name(temperature.dtype)}"
+        )
+    if temperature.dim() and temperature.shape != target.shape:
+        raise ValueError(
+            f"fused_logp: expected a 0-dim temperature or one of shape {tuple(target.shape)}, the"
+            f" shape of target, got {tuple(temperature.shape)}"
+        )
+    _same_device("temperature", temperature, logits)
+
+
+def temperature_values(temperature: Optional[Tensor]) -> None:
+    """Raises ValueError for a temperature that is not > 0, where looking does not synchronise."""
+    if temperature is None or temperature.device.type != "cpu":
+        return
+    positive = temperature > 0
+    if not bool(positive.all()):
+        raise ValueError(
+            "fused_logp: expected temperature > 0,"
+            f" got {temperature[~positive].flatten()[0].item()}"
+        )
+
+
+def backward(
+    grad_logp: Optional[Tensor],
+    grad_lse: Optional[Tensor],
+    logits: Tensor,
+    target: Tensor,
+    temperature: Optional[Tensor],
+    lse: Tensor,
+    vocab_start: int,
+    vocab_size: int,
+) -> None:
+    """Raises TypeError or ValueError unless the arguments have the documented form."""
+    forward(logits, target, temperature)
+    if lse.dtype != torch.float64:
+        raise TypeError(f"fused_logp: expected lse of dtype float64, got {_name(lse.dtype)}")
+    _row_tensor("lse", lse, target, logits)
+    logp_dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    for name, grad, dtype in (
+        ("grad_logp", grad_logp, logp_dtype),
+        ("grad_lse", grad_lse, torch.float64),
+    ):
+        if grad is None:
+            continue
+        if grad.dtype != dtype:
+            raise TypeError(
+                f"fused_logp: expected {name} of dtype {_name(dtype)}, got {_name(grad.dtype)}"
+            )
+        _row_tensor(name, grad, target, logits)
+    if vocab_start < 0 or vocab_start + logits.shape[-1] > vocab_size:
+        raise ValueError(
+            f"fused_logp: expected columns {vocab_start} to {vocab_start + logits.shape[-1]}"
+            f" within a vocabulary of {vocab_size}"
+        )
+
+
+def reverse_mode(logits: Tensor) -> None:
+    """Raises NotImplementedError under the transforms that would fail obscurely or in silence.
+
+    Forward-mode AD would drop the tangent; ``torch.func.grad`` and its kin cannot trace an operator
+    registered with ``register_autograd``.
+    """
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(logits).tangent is not None:
+        raise NotImplementedError(
+            "fused_logp: expected logits without a tangent, got a dual tensor: forward-mode"
+            " differentiation is not implemented; use reverse mode"
+        )
+    if torch._C._functorch.is_gradtrackingtensor(logits):
+        raise NotImplementedError(
+            "fused_logp: expected torch.autograd, got a torch.func transform (grad, vjp, jacrev),"
+            " which is not implemented; use torch.autograd.grad or backward()"
+        )
+
+
+def kernel_layout(logits: Tensor) -> Tensor:
+    """logits, or a copy of it where its columns are not adjacent."""
+    if logits.shape[-1] == 1 or logits.stride(-1) == 1:
+        return logits
+    return logits.contiguous()

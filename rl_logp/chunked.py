@@ -1,0 +1,142 @@
+"""The chunked torch fallback: every device and dtype without a compiled kernel.
+
+It works on chunks of whole rows, with torch's per-row kernels (``log_softmax``, ``softmax``) and
+elementwise operators only, so that a row's bits cannot depend on how many rows share its chunk.
+"""
+
+from collections.abc import Iterator
+from math import prod
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+# Elements of workspace, in fp32 (twice the bytes each, half the number, in fp64): a chunk of y and
+# one of its (log_)softmax. A single row is never cut, so a longer row takes two of itself.
+WORKSPACE_ELEMENTS = 2**27
+
+
+def default_chunk_rows(vocab_size: int, dtype: torch.dtype) -> int:
+    """Rows a chunk may have, so that its two temporaries stay within WORKSPACE_ELEMENTS."""
+    buffers = 4 if dtype == torch.float64 else 2
+    return max(1, WORKSPACE_ELEMENTS // (buffers * vocab_size))
+
+
+def row_chunks(shape: tuple[int, ...], chunk_rows: int) -> Iterator[tuple]:
+    """Indices that cut a leading shape into pieces of at most chunk_rows rows, without a copy.
+
+    >>> list(row_chunks((5,), 2))
+    [(slice(0, 2, None),), (slice(2, 4, None),), (slice(4, 5, None),)]
+    >>> list(row_chunks((2, 3), 2))  # doctest: +NORMALIZE_WHITESPACE
+    [(0, slice(0, 2, None)), (0, slice(2, 3, None)),
+     (1, slice(0, 2, None)), (1, slice(2, 3, None))]
+    >>> list(row_chunks((), 2))
+    [()]
+    """
+    if not shape:
+        yield ()
+        return
+    inner_rows = prod(shape[1:])
+    if inner_rows > chunk_rows:
+        for index in range(shape[0]):
+            for rest in row_chunks(shape[1:], chunk_rows):
+                yield (index, *rest)
+    elif inner_rows:
+        step = chunk_rows // inner_rows
+        for start in range(0, shape[0], step):
+            yield (slice(start, min(start + step, shape[0])),)
+
+
+def _scaled(logits: Tensor, temperature: Optional[Tensor], rows: tuple) -> Tensor:
+    """y of one chunk: logits in fp32 (or fp64), divided by the temperature if there is one."""
+    y = logits[rows]
+    if y.dtype != torch.float64:
+        y = y.float()
+    if temperature is None:
+        return y
+    return y / _columns(temperature, rows).to(y.dtype)
+
+
+def _columns(per_row: Tensor, rows: tuple) -> Tensor:
+    """A per-row tensor's chunk (or a 0-dim tensor), shaped to broadcast over the columns."""
+    return (per_row[rows] if per_row.dim() else per_row).unsqueeze(-1)
+
+
+def _local_target(
+    target: Tensor, rows: tuple, vocab_start: int, columns: int, vocab_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """For one chunk: the target's column (0 where elsewhere), whether it is here, and ignored."""
+    label = target[rows].long().unsqueeze(-1)
+    ignored = (label < 0) | (label >= vocab_size)
+    here = (label >= vocab_start) & (label < vocab_start + columns) & ~ignored
+    return torch.where(here, label - vocab_start, 0), here, ignored
+
+
+def forward(
+    logits: Tensor,
+    target: Tensor,
+    temperature: Optional[Tensor],
+    logp: Tensor,
+    lse: Tensor,
+    chunk_rows: Optional[int] = None,
+) -> None:
+    """Writes logp and lse, both of target's shape.
+
+    Bitwise: ``logp`` is ``log_softmax(y).gather(target)``, for any ``chunk_rows``.
+    """
+    vocab_size = logits.shape[-1]
+    chunk_rows = chunk_rows or default_chunk_rows(vocab_size, logits.dtype)
+    for rows in row_chunks(tuple(target.shape), chunk_rows):
+        y = _scaled(logits, temperature, rows)
+        largest = y.amax(-1).double()
+        y = torch.log_softmax(y, -1)
+        # At its largest column log_softmax is -log(sum(exp(y - largest))).
+        # An infinite maximum is the lse itself; subtracting would make it NaN.
+        lse[rows] = torch.where(largest.isinf(), largest, largest - y.amax(-1).double())
+        column, here, _ = _local_target(target, rows, 0, vocab_size, vocab_size)
+        logp[rows] = torch.where(here, y.gather(-1, column), 0).squeeze(-1)
+
+
+def backward(
+    grad_logp: Optional[Tensor],
+    grad_lse: Optional[Tensor],
+    logits: Tensor,
+    target: Tensor,
+    temperature: Optional[Tensor],
+    lse: Tensor,
+    vocab_start: int,
+    vocab_size: int,
+    dlogits: Tensor,
+    chunk_rows: Optional[int] = None,
+) -> None:
+    """Writes dlogits, of logits' shape.
+
+    Bitwise, for any ``chunk_rows``: ``softmax(y)`` minus one-hot, times ``-grad_logp``, cast. With
+    ``grad_lse`` the row is ``p * (grad_lse - grad_logp)`` plus ``grad_logp`` at the target.
+    """
+    columns = logits.shape[-1]
+    chunk_rows = chunk_rows or default_chunk_rows(columns, logits.dtype)
+    whole_row = vocab_start == 0 and columns == vocab_size
+    for rows in row_chunks(tuple(target.shape), chunk_rows):
+        y = _scaled(logits, temperature, rows)
+        p = torch.softmax(y, -1) if whole_row else _shard_softmax(y, _columns(lse, rows))
+        del y
+        column, here, ignored = _local_target(target, rows, vocab_start, columns, vocab_size)
+        zero = torch.zeros((), dtype=p.dtype, device=p.device)
+        g = zero if grad_logp is None else _columns(grad_logp, rows).masked_fill(ignored, 0)
+        g_lse = zero if grad_lse is None else _columns(grad_lse, rows).to(p.dtype)
+        if grad_lse is None:
+            p.scatter_(-1, column, p.gather(-1, column) - here.to(p.dtype)).mul_(-g)
+        else:
+            p.mul_(g_lse - g)
+            p.scatter_(-1, column, p.gather(-1, column) + torch.where(here, g, zero))
+        if temperature is not None:
+            p.div_(_columns(temperature, rows).to(p.dtype))
+        # A row without an upstream gradient is exactly zero, whatever its logits: not 0 * inf.
+        dlogits[rows] = p.masked_fill_((g == 0) & (g_lse == 0), 0)
+
+
+def _shard_softmax(y: Tensor, lse: Tensor) -> Tensor:
+    """exp(y - lse) for a shard of the vocabulary, with the fp64 lse of the whole row in two parts."""
+    high = lse.to(y.dtype)
+    return ((y - high) - (lse - high.double()).to(y.dtype)).exp_()

@@ -1,0 +1,133 @@
+"""The public functions."""
+
+from typing import Union, overload, Literal
+
+import torch
+from torch import Tensor
+
+from rl_logp import _library
+
+
+@overload
+def fused_logp(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    temperature: Union[float, Tensor] = ...,
+    return_lse: Literal[False] = ...,
+    require_kernel: bool = ...,
+) -> Tensor: ...
+@overload
+def fused_logp(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    temperature: Union[float, Tensor] = ...,
+    return_lse: Literal[True],
+    require_kernel: bool = ...,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def fused_logp(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    temperature: Union[float, Tensor] = ...,
+    return_lse: bool,
+    require_kernel: bool = ...,
+) -> Union[Tensor, tuple[Tensor, Tensor]]: ...
+
+
+def fused_logp(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    temperature: Union[float, Tensor] = 1.0,
+    return_lse: bool = False,
+    require_kernel: bool = False,
+) -> Union[Tensor, tuple[Tensor, Tensor]]:
+    r"""Log-probability, in nats, of each row's target under ``softmax(logits / temperature)``.
+
+    ``logp = y[target] - logsumexp(y)`` with ``y = logits / temperature``, the division rounded to
+    nearest in fp32. The gradient is ``grad * (onehot(target) - softmax(y)) / temperature``.
+
+    Args:
+        logits: ``[..., V]``, bf16, fp16, fp32 (or fp64, for checking gradients). Leading dimensions
+            may have any strides; where the last dimension's stride is not 1, a contiguous copy is
+            made.
+        target: ``[...]``, int32 or int64. A target outside ``[0, V)``, whichever, is ignored: its
+            ``logp`` and its row's gradient are exactly 0.
+        temperature: a number, or an fp32 tensor, 0-dim or of target's shape, on logits' device;
+            > 0. It gets no gradient.
+        return_lse: also return ``logsumexp(y)``, of every row, ignored ones too. It is
+            differentiable.
+        require_kernel: raise RuntimeError where the chunked fallback would serve the call.
+
+    Returns:
+        ``logp``, fp32, of target's shape; with ``return_lse`` a pair ``(logp, lse)``, ``lse`` fp64.
+
+    Raises:
+        TypeError: for a wrong dtype.
+        ValueError: for a wrong shape or device; for a temperature that requires grad or, where it
+            can be known without waiting for a device, is not > 0.
+        RuntimeError: for a second derivative, or where ``require_kernel`` cannot be met.
+
+    A row's ``logp``, ``lse`` and gradient have bits that depend on that row's values, target,
+    temperature and upstream gradient alone, and so not on the other rows, their number or the
+    layout. Nothing of logits' size is allocated but its gradient.
+
+    >>> import torch, rl_logp
+    >>> logits = torch.zeros(2, 4, requires_grad=True)
+    >>> logp = rl_logp.fused_logp(logits, torch.tensor([3, -100]))
+    >>> logp.detach()
+    tensor([-1.3863,  0.0000])
+    >>> logp.sum().backward()
+    >>> logits.grad
+    tensor([[-0.2500, -0.2500, -0.2500,  0.7500],
+            [ 0.0000,  0.0000,  0.0000,  0.0000]])
+    """
+    if require_kernel:
+        _library.require_kernel(logits.device.type, logits.dtype)
+    scale = _temperature_tensor(temperature, logits)
+    if not return_lse:
+        return torch.ops.rl_logp.fused_logp(logits, target, scale)
+    return torch.ops.rl_logp.fused_logp_forward(logits, target, scale, True)
+
+
+def _temperature_tensor(temperature: Union[float, Tensor], logits: Tensor):
+    """None for a temperature of 1, whose division changes no bit; else an fp32 tensor."""
+    if isinstance(temperature, Tensor):
+        return temperature
+    if temperature == 1.0:
+        return None
+    if not temperature > 0:
+        raise ValueError(f"fused_logp: expected temperature > 0, got {temperature}")
+    return torch.full((), temperature, dtype=torch.float32, device=logits.device)
+
+
+class FusedLogp(torch.nn.Module):
+    """:func:`fused_logp` as a module, with its options fixed.
+
+    >>> import torch, rl_logp
+    >>> rl_logp.FusedLogp(temperature=0.5)(torch.tensor([[0.0, 2.0]]), torch.tensor([1]))
+    tensor([-0.0181])
+    """
+
+    def __init__(
+        self, temperature: float = 1.0, return_lse: bool = False, require_kernel: bool = False
+    ) -> None:
+        super().__init__()
+        self.temperature = temperature
+        self.return_lse = return_lse
+        self.require_kernel = require_kernel
+
+    def forward(self, logits: Tensor, target: Tensor):
+        return fused_logp(
+            logits,
+            target,
+            temperature=self.temperature,
+            return_lse=self.return_lse,
+            require_kernel=self.require_kernel,
+        )
+
+    def extra_repr(self) -> str:
+        return f"temperature={self.temperature}, return_lse={self.return_lse}"

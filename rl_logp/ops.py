@@ -1,0 +1,175 @@
+"""The operators of the ``rl_logp`` namespace: schemas, fake kernels, autograd, and who serves them.
+
+    fused_logp            what people call: one fp32 tensor; a composite over
+    fused_logp_forward    (logp, lse), with autograd; its backward is
+    fused_logp_backward   dlogits from the saved lse; once differentiable
+
+Every implementation allocates its results here, in Python, and then either lets a compiled kernel
+fill them (the ``_..._out`` operators) or runs the chunked fallback. That keeps
+``torch.OutOfMemoryError`` what it is: an exception that crosses a stable-ABI boundary loses its type.
+"""
+
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from rl_logp import _checks, _library, chunked
+
+# A Library unregisters its operators when it is collected, so it lives as long as the module does.
+_lib = torch.library.Library("rl_logp", "DEF")
+
+_lib.define("fused_logp(Tensor logits, Tensor target, Tensor? temperature=None) -> Tensor")
+_lib.define(
+    "fused_logp_forward(Tensor logits, Tensor target, Tensor? temperature, bool all_rows)"
+    " -> (Tensor logp, Tensor lse)"
+)
+_lib.define(
+    "fused_logp_backward(Tensor? grad_logp, Tensor? grad_lse, Tensor logits, Tensor target,"
+    " Tensor? temperature, Tensor lse, int vocab_start, int vocab_size) -> Tensor"
+)
+# The compiled kernels write buffers that their caller allocated (csrc/cuda/ops.cpp).
+_lib.define(
+    "_fused_logp_forward_out(Tensor logits, Tensor target, Tensor? temperature, bool all_rows,"
+    " Tensor(a!) logp, Tensor(b!) lse) -> ()"
+)
+_lib.define(
+    "_fused_logp_backward_out(Tensor? grad_logp, Tensor? grad_lse, Tensor logits, Tensor target,"
+    " Tensor? temperature, Tensor lse, int vocab_start, int vocab_size, Tensor(a!) dlogits) -> ()"
+)
+
+_library.load()
+
+
+# --- fused_logp: the composite ---------------------------------------------------------------------
+def _fused_logp(logits: Tensor, target: Tensor, temperature: Optional[Tensor] = None) -> Tensor:
+    _checks.reverse_mode(logits)
+    return torch.ops.rl_logp.fused_logp_forward(logits, target, temperature, False)[0]
+
+
+_lib.impl("fused_logp", _fused_logp, "CompositeImplicitAutograd")
+
+
+@torch.library.register_vmap("rl_logp::fused_logp", lib=_lib)
+def _fused_logp_vmap(info, in_dims, logits, target, temperature=None):
+    def batched(tensor: Tensor, dim: Optional[int]) -> Tensor:
+        if dim is None:
+            return tensor.expand(info.batch_size, *tensor.shape)
+        return tensor.movedim(dim, 0)
+
+    logits_dim, target_dim, *temperature_dim = in_dims
+    logits, target = batched(logits, logits_dim), batched(target, target_dim)
+    if temperature is not None and (temperature_dim[0] is not None or temperature.dim()):
+        temperature = batched(temperature, temperature_dim[0])
+        temperature = temperature.reshape(-1, *[1] * (target.dim() - temperature.dim()),
+                                          *temperature.shape[1:]).expand(target.shape)
+    return torch.ops.rl_logp.fused_logp(logits, target, temperature), 0
+
+
+# --- fused_logp_forward ----------------------------------------------------------------------------
+def _forward_outputs(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    logp_dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    logp = logits.new_empty(target.shape, dtype=logp_dtype)
+    return logp, logits.new_empty(target.shape, dtype=torch.float64)
+
+
+def _forward(
+    logits: Tensor, target: Tensor, temperature: Optional[Tensor], all_rows: bool
+) -> tuple[Tensor, Tensor]:
+    _checks.forward(logits, target, temperature)
+    _checks.temperature_values(temperature)
+    logp, lse = _forward_outputs(logits, target)
+    if _library.kernel_for(logits.device.type, logits.dtype).available:
+        torch.ops.rl_logp._fused_logp_forward_out(
+            _checks.kernel_layout(logits), target, temperature, all_rows, logp, lse
+        )
+    else:
+        chunked.forward(logits, target, temperature, logp, lse)
+    return logp, lse
+
+
+def _forward_fake(logits, target, temperature, all_rows):
+    _checks.forward(logits, target, temperature)
+    return _forward_outputs(logits, target)
+
+
+_lib.impl("fused_logp_forward", _forward, "CompositeExplicitAutograd")
+torch.library.register_fake("rl_logp::fused_logp_forward", _forward_fake, lib=_lib)
+
+
+def _save_for_backward(ctx, inputs, output) -> None:
+    logits, target, temperature, _ = inputs
+    if ctx.needs_input_grad[2]:
+        raise ValueError(
+            "fused_logp: expected a temperature that does not require grad, got one that does:"
+            " its gradient is not computed; detach it"
+        )
+    ctx.save_for_backward(logits, target, temperature, output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _forward_autograd(ctx, grad_logp: Optional[Tensor], grad_lse: Optional[Tensor]):
+    logits, target, temperature, lse = ctx.saved_tensors
+    if grad_logp is None and grad_lse is None:
+        return None, None, None, None
+    dlogits = torch.ops.rl_logp.fused_logp_backward(
+        grad_logp, grad_lse, logits, target, temperature, lse, 0, logits.shape[-1]
+    )
+    return dlogits, None, None, None
+
+
+torch.library.register_autograd(
+    "rl_logp::fused_logp_forward", _forward_autograd, setup_context=_save_for_backward, lib=_lib
+)
+
+
+# --- fused_logp_backward ---------------------------------------------------------------------------
+def _backward(
+    grad_logp: Optional[Tensor],
+    grad_lse: Optional[Tensor],
+    logits: Tensor,
+    target: Tensor,
+    temperature: Optional[Tensor],
+    lse: Tensor,
+    vocab_start: int,
+    vocab_size: int,
+) -> Tensor:
+    arguments = (logits, target, temperature, lse, vocab_start, vocab_size)
+    _checks.backward(grad_logp, grad_lse, *arguments)
+    dlogits = _backward_output(logits)
+    if _library.kernel_for(logits.device.type, logits.dtype).available:
+        torch.ops.rl_logp._fused_logp_backward_out(
+            grad_logp, grad_lse, _checks.kernel_layout(logits), *arguments[1:], dlogits
+        )
+    else:
+        chunked.backward(grad_logp, grad_lse, *arguments, dlogits)
+    return dlogits
+
+
+def _backward_output(logits: Tensor) -> Tensor:
+    return logits.new_empty(logits.shape)
+
+
+def _backward_fake(
+    grad_logp, grad_lse, logits, target, temperature, lse, vocab_start, vocab_size
+):
+    _checks.backward(
+        grad_logp, grad_lse, logits, target, temperature, lse, vocab_start, vocab_size
+    )
+    return _backward_output(logits)
+
+
+_lib.impl("fused_logp_backward", _backward, "CompositeExplicitAutograd")
+torch.library.register_fake("rl_logp::fused_logp_backward", _backward_fake, lib=_lib)
+
+
+def _no_second_derivative(ctx, grad):
+    raise RuntimeError(
+        "fused_logp: expected to be differentiated once, got a second derivative, which is not"
+        " implemented (create_graph=True is fine as long as nothing differentiates the gradient)"
+    )
+
+
+torch.library.register_autograd(
+    "rl_logp::fused_logp_backward", _no_second_derivative, lib=_lib
+)

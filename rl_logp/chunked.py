@@ -95,6 +95,7 @@ def forward(
         lse[rows] = torch.where(largest.isinf(), largest, largest - y.amax(-1).double())
         column, here, _ = _local_target(target, rows, 0, vocab_size, vocab_size)
         logp[rows] = torch.where(here, y.gather(-1, column), 0).squeeze(-1)
+        del y  # or it would live beside the two temporaries of the next chunk
 
 
 def backward(
@@ -134,9 +135,10 @@ def backward(
             p.div_(_columns(temperature, rows).to(p.dtype))
         # A row without an upstream gradient is exactly zero, whatever its logits: not 0 * inf.
         dlogits[rows] = p.masked_fill_((g == 0) & (g_lse == 0), 0)
+        del p  # or it would live beside the two temporaries of the next chunk
 
 
 def _shard_softmax(y: Tensor, lse: Tensor) -> Tensor:
     """exp(y - lse) for a shard of the vocabulary, with the fp64 lse of the whole row in two parts."""
     high = lse.to(y.dtype)
-    return ((y - high) - (lse - high.double()).to(y.dtype)).exp_()
+    return (y - high).sub_((lse - high.double()).to(y.dtype)).exp_()

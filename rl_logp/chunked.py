@@ -14,12 +14,14 @@ from torch import Tensor
 # Elements of workspace, in fp32 (twice the bytes each, half the number, in fp64): a chunk of y and
 # one of its (log_)softmax. A single row is never cut, so a longer row takes two of itself.
 WORKSPACE_ELEMENTS = 2**27
+# What a row's target, masks and lse take beside them, which counts where rows are short.
+ROW_ELEMENTS = 16
 
 
 def default_chunk_rows(vocab_size: int, dtype: torch.dtype) -> int:
-    """Rows a chunk may have, so that its two temporaries stay within WORKSPACE_ELEMENTS."""
+    """Rows a chunk may have, so that its temporaries stay within WORKSPACE_ELEMENTS."""
     buffers = 4 if dtype == torch.float64 else 2
-    return max(1, WORKSPACE_ELEMENTS // (buffers * vocab_size))
+    return max(1, WORKSPACE_ELEMENTS // (buffers * (vocab_size + ROW_ELEMENTS)))
 
 
 def row_chunks(shape: tuple[int, ...], chunk_rows: int) -> Iterator[tuple]:
@@ -52,6 +54,8 @@ def _scaled(logits: Tensor, temperature: Optional[Tensor], rows: tuple) -> Tenso
     y = logits[rows]
     if y.dtype != torch.float64:
         y = y.float()
+    # (log_)softmax would copy a chunk that is not contiguous while y still lives: a third temporary.
+    y = y.contiguous()
     if temperature is None:
         return y
     return y / _columns(temperature, rows).to(y.dtype)
@@ -112,8 +116,9 @@ def backward(
 ) -> None:
     """Writes dlogits, of logits' shape.
 
-    Bitwise, for any ``chunk_rows``: ``softmax(y)`` minus one-hot, times ``-grad_logp``, cast. With
-    ``grad_lse`` the row is ``p * (grad_lse - grad_logp)`` plus ``grad_logp`` at the target.
+    Bitwise, for any ``chunk_rows``: ``softmax(y)`` minus one-hot, times ``-grad_logp``, cast. Where
+    ``grad_lse`` is not 0 the row is ``p * (grad_lse - grad_logp)``, and at the target that of
+    ``grad_logp`` plus ``p * grad_lse``.
     """
     columns = logits.shape[-1]
     chunk_rows = chunk_rows or default_chunk_rows(columns, logits.dtype)
@@ -129,8 +134,12 @@ def backward(
         if grad_lse is None:
             p.scatter_(-1, column, p.gather(-1, column) - here.to(p.dtype)).mul_(-g)
         else:
+            at_target = p.gather(-1, column)
+            # As without grad_lse, so that a row whose grad_lse is 0 has the bits it has without one.
+            from_logp = (at_target - 1) * -g
+            from_both = torch.where(g_lse == 0, from_logp, from_logp + at_target * g_lse)
             p.mul_(g_lse - g)
-            p.scatter_(-1, column, p.gather(-1, column) + torch.where(here, g, zero))
+            p.scatter_(-1, column, torch.where(here, from_both, p.gather(-1, column)))
         if temperature is not None:
             p.div_(_columns(temperature, rows).to(p.dtype))
         # A row without an upstream gradient is exactly zero, whatever its logits: not 0 * inf.

@@ -5,7 +5,7 @@ from typing import Union, overload, Literal
 import torch
 from torch import Tensor
 
-from rl_logp import _library
+from rl_logp import _checks, _library
 
 
 @overload
@@ -90,6 +90,8 @@ def fused_logp(
     scale = _temperature_tensor(temperature, logits)
     if not return_lse:
         return torch.ops.rl_logp.fused_logp(logits, target, scale)
+    if not torch.compiler.is_compiling():  # the composite looks for itself, traced or not
+        _checks.reverse_mode(logits)
     return torch.ops.rl_logp.fused_logp_forward(logits, target, scale, True)
 
 
@@ -99,7 +101,7 @@ def _temperature_tensor(temperature: Union[float, Tensor], logits: Tensor):
         return temperature
     if temperature == 1.0:
         return None
-    if not temperature > 0:
+    if not temperature >= 2.0**-149:  # smaller numbers may round to 0 in fp32
         raise ValueError(f"fused_logp: expected temperature > 0, got {temperature}")
     return torch.full((), temperature, dtype=torch.float32, device=logits.device)
 

@@ -61,8 +61,8 @@ def _fused_logp_vmap(info, in_dims, logits, target, temperature=None):
     logits, target = batched(logits, logits_dim), batched(target, target_dim)
     if temperature is not None and (temperature_dim[0] is not None or temperature.dim()):
         temperature = batched(temperature, temperature_dim[0])
-        temperature = temperature.reshape(-1, *[1] * (target.dim() - temperature.dim()),
-                                          *temperature.shape[1:]).expand(target.shape)
+        if temperature.dim() == 1:  # one a sample, for all of the sample's rows
+            temperature = temperature.reshape(-1, *[1] * (target.dim() - 1)).expand(target.shape)
     return torch.ops.rl_logp.fused_logp(logits, target, temperature), 0
 
 

@@ -5,7 +5,7 @@ from typing import Union, overload, Literal
 import torch
 from torch import Tensor
 
-from rl_logp import _checks, _library
+from rl_logp import _library
 
 
 @overload
@@ -90,9 +90,7 @@ def fused_logp(
     scale = _temperature_tensor(temperature, logits)
     if not return_lse:
         return torch.ops.rl_logp.fused_logp(logits, target, scale)
-    if not torch.compiler.is_compiling():  # the composite looks for itself, traced or not
-        _checks.reverse_mode(logits)
-    return torch.ops.rl_logp.fused_logp_forward(logits, target, scale, True)
+    return torch.ops.rl_logp.fused_logp_with_lse(logits, target, scale)
 
 
 def _temperature_tensor(temperature: Union[float, Tensor], logits: Tensor):

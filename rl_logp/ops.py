@@ -1,6 +1,7 @@
 """The operators of the ``rl_logp`` namespace: schemas, fake kernels, autograd, and who serves them.
 
-    fused_logp            what people call: one fp32 tensor; a composite over
+    fused_logp            what people call: one fp32 tensor; a composite over fused_logp_forward
+    fused_logp_with_lse   the same with return_lse=True: (logp, lse)
     fused_logp_forward    (logp, lse), with autograd; its backward is
     fused_logp_backward   dlogits from the saved lse; once differentiable
 
@@ -20,6 +21,10 @@ from rl_logp import _checks, _library, chunked
 _lib = torch.library.Library("rl_logp", "DEF")
 
 _lib.define("fused_logp(Tensor logits, Tensor target, Tensor? temperature=None) -> Tensor")
+_lib.define(
+    "fused_logp_with_lse(Tensor logits, Tensor target, Tensor? temperature=None)"
+    " -> (Tensor logp, Tensor lse)"
+)
 _lib.define(
     "fused_logp_forward(Tensor logits, Tensor target, Tensor? temperature, bool all_rows)"
     " -> (Tensor logp, Tensor lse)"
@@ -41,17 +46,26 @@ _lib.define(
 _library.load()
 
 
-# --- fused_logp: the composite ---------------------------------------------------------------------
+# --- fused_logp and fused_logp_with_lse: the composites --------------------------------------------
 def _fused_logp(logits: Tensor, target: Tensor, temperature: Optional[Tensor] = None) -> Tensor:
     _checks.reverse_mode(logits)
     return torch.ops.rl_logp.fused_logp_forward(logits, target, temperature, False)[0]
 
 
+def _fused_logp_with_lse(
+    logits: Tensor, target: Tensor, temperature: Optional[Tensor] = None
+) -> tuple[Tensor, Tensor]:
+    _checks.reverse_mode(logits)
+    return torch.ops.rl_logp.fused_logp_forward(logits, target, temperature, True)
+
+
 _lib.impl("fused_logp", _fused_logp, "CompositeImplicitAutograd")
+_lib.impl("fused_logp_with_lse", _fused_logp_with_lse, "CompositeImplicitAutograd")
 
 
-@torch.library.register_vmap("rl_logp::fused_logp", lib=_lib)
-def _fused_logp_vmap(info, in_dims, logits, target, temperature=None):
+def _batched(info, in_dims, logits: Tensor, target: Tensor, temperature: Optional[Tensor] = None):
+    """The arguments of a vmapped call as those of one call, whose first dimension is vmap's."""
+
     def batched(tensor: Tensor, dim: Optional[int]) -> Tensor:
         if dim is None:
             return tensor.expand(info.batch_size, *tensor.shape)
@@ -63,7 +77,17 @@ def _fused_logp_vmap(info, in_dims, logits, target, temperature=None):
         temperature = batched(temperature, temperature_dim[0])
         if temperature.dim() == 1:  # one a sample, for all of the sample's rows
             temperature = temperature.reshape(-1, *[1] * (target.dim() - 1)).expand(target.shape)
-    return torch.ops.rl_logp.fused_logp(logits, target, temperature), 0
+    return logits, target, temperature
+
+
+@torch.library.register_vmap("rl_logp::fused_logp", lib=_lib)
+def _fused_logp_vmap(info, in_dims, *args):
+    return torch.ops.rl_logp.fused_logp(*_batched(info, in_dims, *args)), 0
+
+
+@torch.library.register_vmap("rl_logp::fused_logp_with_lse", lib=_lib)
+def _fused_logp_with_lse_vmap(info, in_dims, *args):
+    return torch.ops.rl_logp.fused_logp_with_lse(*_batched(info, in_dims, *args)), (0, 0)
 
 
 # --- fused_logp_forward ----------------------------------------------------------------------------

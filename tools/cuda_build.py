@@ -13,6 +13,7 @@ from types import ModuleType
 
 ROOT = Path(__file__).resolve().parent.parent
 INCLUDE = ROOT / "csrc" / "include"
+USUAL_TOOLKIT = Path("/usr/local/cuda")
 
 # One build serves every later torch: only the stable ABI of this version is used.
 MACROS = ["-DUSE_CUDA", "-DTORCH_TARGET_VERSION=0x020a000000000000"]
@@ -57,7 +58,7 @@ def _homes_of(nvcc: str) -> Iterator[Path]:
 
 
 def find_toolkit(environ: Mapping[str, str]) -> Path:
-    """The CUDA toolkit's folder: CUDA_HOME, else that of the nvcc on PATH, else /usr/local/cuda.
+    """The CUDA toolkit's folder: CUDA_HOME, else that of the nvcc on PATH, else the usual one.
 
     Raises CannotBuild where it holds no bin/nvcc or no include/cuda_runtime.h.
     """
@@ -70,7 +71,7 @@ def find_toolkit(environ: Mapping[str, str]) -> Path:
                 )
             return home
     nvcc = shutil.which("nvcc", path=environ.get("PATH"))
-    homes = [*(_homes_of(nvcc) if nvcc else ()), Path("/usr/local/cuda")]
+    homes = [*(_homes_of(nvcc) if nvcc else ()), USUAL_TOOLKIT]
     for home in homes:
         if is_toolkit(home):
             return home

@@ -1,0 +1,40 @@
+"""What the developers' tools promise: one version of each, and a target for every task."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import rl_logp
+
+ROOT = Path(__file__).resolve().parent.parent
+TASKS = ("bench", "demo", "gpu-test", "help", "lint", "plots", "sanitize", "test")
+
+
+def pins(text: str) -> dict[str, str]:
+    """Every NAME==VERSION in a text, extras dropped."""
+    return dict(re.findall(r"([\w-]+)(?:\[\w+\])?==([\w.]+)", text))
+
+
+def test_pre_commit_runs_the_linters_that_ci_runs() -> None:
+    required = pins((ROOT / "requirements" / "lint.txt").read_text())
+    assert required.keys() == {"ruff", "clang-format", "pyright"}
+    assert pins((ROOT / ".pre-commit-config.yaml").read_text()) == required
+    assert f"clang-format {required['clang-format']} " in (ROOT / ".clang-format").read_text()
+
+
+def test_torch_for_development_is_pinned() -> None:
+    assert "torch" in pins((ROOT / "requirements" / "dev.txt").read_text())
+
+
+@pytest.mark.parametrize("name", ["pyproject.toml", "CITATION.cff", "CHANGELOG.md"])
+def test_version_is_the_same_everywhere(name: str) -> None:
+    assert re.search(rf"\b{re.escape(rl_logp.__version__)}\b", (ROOT / name).read_text())
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_make_help_lists(task: str) -> None:
+    run = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    assert re.search(rf"^  make {task} +\S", run.stdout, re.MULTILINE), run.stdout

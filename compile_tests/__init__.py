@@ -1,0 +1,1 @@
+"""What the op promises under torch.compile and beside torch's other machinery."""

@@ -78,7 +78,7 @@ bench: build-cuda ## Measure speed, memory and accuracy beside other implementat
 
 .PHONY: plots
 plots: $(VENV)/.dev ## Draw the figures in docs/ from benchmarks/results
-	$(PY) -m benchmarks.plots
+	$(PY) -m benchmarks.plot
 
 .PHONY: clean
 clean: ## Remove builds and the virtual environment

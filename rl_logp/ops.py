@@ -31,7 +31,7 @@ _lib.define(
 )
 _lib.define(
     "fused_logp_backward(Tensor? grad_logp, Tensor? grad_lse, Tensor logits, Tensor target,"
-    " Tensor? temperature, Tensor lse, int vocab_start, int vocab_size) -> Tensor"
+    " Tensor? temperature, Tensor lse, SymInt vocab_start, SymInt vocab_size) -> Tensor"
 )
 # The compiled kernels write buffers that their caller allocated (csrc/cuda/ops.cpp).
 _lib.define(

@@ -1,0 +1,1 @@
+"""Speed, memory, accuracy and batch invariance of rl_logp and its peers, from one run."""

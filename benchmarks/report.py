@@ -13,7 +13,9 @@ _COLUMNS = {
     "of_full": ("of full", ".3f"),
     "peak_bytes": ("peak GB", ""),
     "dlogits_cr_pct": ("dlogits cr %", ".5f"),
+    "dlogits_max_ulps": ("max ulps", ".4g"),
     "logp_cr_pct": ("logp cr %", ".3f"),
+    "logp_max_ulps": ("max ulps", ".4g"),
     "differing_rows": ("differ", "d"),
     "compared_rows": ("of", "d"),
 }

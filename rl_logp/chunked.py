@@ -54,7 +54,7 @@ def _scaled(logits: Tensor, temperature: Optional[Tensor], rows: tuple) -> Tenso
     y = logits[rows]
     if y.dtype != torch.float64:
         y = y.float()
-    # (log_)softmax would copy a chunk that is not contiguous while y still lives: a third temporary.
+    # (log_)softmax would copy a chunk that is not contiguous, beside y: a third temporary.
     y = y.contiguous()
     if temperature is None:
         return y
@@ -135,7 +135,7 @@ def backward(
             p.scatter_(-1, column, p.gather(-1, column) - here.to(p.dtype)).mul_(-g)
         else:
             at_target = p.gather(-1, column)
-            # As without grad_lse, so that a row whose grad_lse is 0 has the bits it has without one.
+            # As without grad_lse, so that a row with one of 0 has the bits it has without one.
             from_logp = (at_target - 1) * -g
             from_both = torch.where(g_lse == 0, from_logp, from_logp + at_target * g_lse)
             p.mul_(g_lse - g)

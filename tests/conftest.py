@@ -1,0 +1,48 @@
+"""Where the contract is tested: on the CPU, and on a GPU through the kernels and without them."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+from rl_logp import _library
+
+# The same examples in every run; a failure prints the line that reproduces it.
+settings.register_profile(
+    "rl_logp",
+    deadline=None,
+    derandomize=True,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+settings.load_profile("rl_logp")
+
+# Small tensors gain nothing from a second thread, and on a busy machine each operator would wait
+# for it. test_c01_row_alone.py shows that the number of threads does not reach the bits.
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device, and torch sees none")
+    for item in items:
+        if item.get_closest_marker("cuda"):
+            item.add_marker(skip)
+
+
+@pytest.fixture(
+    params=[
+        "cpu",
+        pytest.param("cuda", marks=pytest.mark.cuda),
+        pytest.param("cuda-chunked", marks=pytest.mark.cuda),
+    ]
+)
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A device type; ``cuda-chunked`` is CUDA with its kernels hidden, so the fallback runs."""
+    name, _, chunked = request.param.partition("-")
+    if chunked:
+        if name not in _library._loaded:
+            pytest.skip("no CUDA kernel is loaded, so the cuda case runs the fallback already")
+        monkeypatch.delitem(_library._loaded, name)
+        monkeypatch.setitem(_library._refused, name, "hidden by a test")
+    return name

@@ -1,0 +1,67 @@
+"""C4: a temperature has the bits of an fp32 division of the logits by it, correctly rounded."""
+
+import pytest
+import torch
+from calls import DTYPES, call, exact, kernel_serves, sample
+from torch import Tensor
+
+import rl_logp
+from rl_logp.testing import assert_as_accurate, assert_bitwise_equal
+
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def divided(logits: Tensor, temperature: Tensor) -> Tensor:
+    """What a sampler does: by a tensor, since torch on CUDA multiplies by a number's reciprocal."""
+    return logits.float() / (temperature.unsqueeze(-1) if temperature.dim() else temperature)
+
+
+@every_dtype
+@pytest.mark.parametrize("form", ["per row", "0-dim"])
+def test_logp_and_lse_have_the_bits_of_divided_logits(
+    device: str, dtype: torch.dtype, form: str
+) -> None:
+    case = sample((64, 257), dtype, device)
+    temperature = case.temperature if form == "per row" else case.temperature[0]
+    actual = call(case.logits, case.target, temperature)
+    expected = call(divided(case.logits, temperature), case.target)
+    assert_bitwise_equal(actual.logp, expected.logp, "logp")
+    assert_bitwise_equal(actual.lse, expected.lse, "lse")
+    # These values can tell a division from a multiplication by the reciprocal.
+    scaled = case.logits.float() * (1 / temperature).reshape(-1, 1)
+    assert not torch.equal(call(scaled, case.target).logp, expected.logp)
+
+
+@every_dtype
+@pytest.mark.parametrize("temperature", [0.7, 0.1, 1.3, 3, 1e-3])
+def test_a_number_has_the_bits_of_its_tensor(
+    device: str, dtype: torch.dtype, temperature: float
+) -> None:
+    case = sample((64, 257), dtype, device)
+    tensor = torch.tensor(temperature, dtype=torch.float32, device=device)
+    expected = call(divided(case.logits, tensor), case.target).logp
+    actual = rl_logp.fused_logp(case.logits, case.target, temperature=temperature)
+    assert_bitwise_equal(actual, expected, "logp")
+
+
+@every_dtype
+def test_a_temperature_of_one_changes_no_bit(device: str, dtype: torch.dtype) -> None:
+    case = sample((64, 257), dtype, device)
+    expected = call(case.logits, case.target, None, *case[3:])
+    for temperature in (torch.ones((), device=device), torch.ones(64, device=device)):
+        actual = call(case.logits, case.target, temperature, *case[3:])
+        for name, a, e in zip(actual._fields, actual, expected, strict=True):
+            assert_bitwise_equal(a, e, name)
+
+
+@every_dtype
+def test_the_gradient_is_that_of_the_divided_logits_over_the_temperature(
+    device: str, dtype: torch.dtype
+) -> None:
+    case = sample((64, 257), dtype, device)
+    actual = call(*case)
+    of_y = call(divided(case.logits, case.temperature), case.target, None, *case[3:])
+    chained = (of_y.dlogits / case.temperature.unsqueeze(-1)).to(dtype)
+    if not kernel_serves(device, dtype):
+        assert_bitwise_equal(actual.dlogits, chained, "the fallback's dlogits")
+    assert_as_accurate(actual.dlogits, chained, exact(case).dlogits, "dlogits")

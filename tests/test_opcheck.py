@@ -1,0 +1,140 @@
+"""torch.library.opcheck, all four utilities, for every operator in every form it is called."""
+
+import pytest
+import torch
+from calls import DTYPES, Sample, call, sample
+from torch import Tensor
+from torch.testing._internal.optests.generate_tests import OpCheckError
+
+ops = torch.ops.rl_logp
+UTILITIES = (
+    "test_schema",
+    "test_autograd_registration",
+    "test_faketensor",
+    "test_aot_dispatch_dynamic",
+)
+
+every_form = [
+    pytest.mark.parametrize("dtype", DTYPES, ids=str),
+    pytest.mark.parametrize("rows", [0, 1, 7]),
+    pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "strided"]),
+    pytest.mark.parametrize("requires_grad", [False, True], ids=["no grad", "requires grad"]),
+]
+
+
+def forms(function):
+    for mark in every_form:
+        function = mark(function)
+    return function
+
+
+def arguments(
+    dtype: torch.dtype, rows: int, strided: bool, requires_grad: bool, device: str
+) -> Sample:
+    case = sample((rows, 19), dtype, device)
+    if strided:
+        base = sample((rows + 1, 24), dtype, device).logits
+        base[:-1, :19] = case.logits
+        case = case._replace(logits=base.requires_grad_(requires_grad)[:-1, :19].detach())
+    return case._replace(logits=case.logits.requires_grad_(requires_grad))
+
+
+def opcheck(op, *args: Tensor | int | bool | None, utilities: tuple[str, ...] = UTILITIES) -> None:
+    torch.library.opcheck(op, args, test_utils=utilities)
+
+
+@forms
+@pytest.mark.parametrize("temperature", ["none", "0-dim", "per row"])
+@pytest.mark.parametrize("name", ["fused_logp", "fused_logp_with_lse"])
+def test_what_people_call(
+    device: str,
+    name: str,
+    dtype: torch.dtype,
+    rows: int,
+    strided: bool,
+    requires_grad: bool,
+    temperature: str,
+) -> None:
+    case = arguments(dtype, rows, strided, requires_grad, device)
+    op = getattr(ops, name).default
+    opcheck(op, case.logits, case.target, divisor(case, temperature))
+
+
+@forms
+@pytest.mark.parametrize("temperature", ["none", "0-dim", "per row"])
+@pytest.mark.parametrize("all_rows", [False, True], ids=["targets' rows", "all rows"])
+def test_fused_logp_forward(
+    device: str,
+    dtype: torch.dtype,
+    rows: int,
+    strided: bool,
+    requires_grad: bool,
+    temperature: str,
+    all_rows: bool,
+) -> None:
+    case = arguments(dtype, rows, strided, requires_grad, device)
+    opcheck(
+        ops.fused_logp_forward.default,
+        case.logits,
+        case.target,
+        divisor(case, temperature),
+        all_rows,
+    )
+
+
+@forms
+@pytest.mark.parametrize("upstream", ["logp", "lse", "both", "neither"])
+def test_fused_logp_backward(
+    device: str,
+    dtype: torch.dtype,
+    rows: int,
+    strided: bool,
+    requires_grad: bool,
+    upstream: str,
+) -> None:
+    case = arguments(dtype, rows, strided, requires_grad, device)
+    args = (
+        case.grad_logp if upstream in ("logp", "both") else None,
+        case.grad_lse if upstream in ("lse", "both") else None,
+        case.logits,
+        case.target,
+        case.temperature if upstream == "both" else None,
+        call(*case).lse,
+        0,
+        19,
+    )
+    if not requires_grad:
+        return opcheck(ops.fused_logp_backward.default, *args)
+    # The last utility differentiates what requires grad, which is a second derivative (C14).
+    opcheck(ops.fused_logp_backward.default, *args, utilities=UTILITIES[:-1])
+    with pytest.raises(OpCheckError, match="expected to be differentiated once"):
+        opcheck(ops.fused_logp_backward.default, *args, utilities=UTILITIES[-1:])
+
+
+def divisor(case: Sample, form: str) -> Tensor | None:
+    if form == "none":
+        return None
+    return case.temperature if form == "per row" else torch.tensor(0.7, device=case.logits.device)
+
+
+@pytest.mark.parametrize("start", [0, 16])
+def test_fused_logp_backward_of_a_shard(device: str, start: int) -> None:
+    case = sample((7, 32), torch.bfloat16, device)
+    opcheck(
+        ops.fused_logp_backward.default,
+        *case[3:],
+        case.logits[:, start : start + 16],
+        *case[1:3],
+        call(*case).lse,
+        start,
+        32,
+    )
+
+
+@pytest.mark.parametrize("rows", [(), (2, 3), (2, 0, 3)], ids=str)
+def test_other_leading_dimensions(device: str, rows: tuple[int, ...]) -> None:
+    case = sample((*rows, 19), torch.bfloat16, device)
+    case.logits.requires_grad_()
+    opcheck(ops.fused_logp.default, *case[:3])
+    opcheck(ops.fused_logp_with_lse.default, *case[:3])
+    opcheck(ops.fused_logp_forward.default, *case[:3], True)

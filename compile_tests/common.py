@@ -55,12 +55,15 @@ def assert_compiled_is_eager(
 
 
 class LanguageModel(torch.nn.Module):
-    """The smallest model that ends as a trainer's does: hidden states, a head, the op."""
+    """The smallest model that ends as a trainer's does: hidden states, a head, the op.
+
+    No biases: the compiler adds up their gradients in an order of its own.
+    """
 
     def __init__(self, vocab_size: int = 64, width: int = 32, **options: Any) -> None:
         super().__init__()
         self.embedding = torch.nn.Embedding(vocab_size, width)
-        self.body = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.ReLU())
+        self.body = torch.nn.Sequential(torch.nn.Linear(width, width, bias=False), torch.nn.ReLU())
         self.head = torch.nn.Linear(width, vocab_size, bias=False)
         self.logp = rl_logp.FusedLogp(**options)
 

@@ -6,7 +6,12 @@ from operator import getitem
 from typing import Any
 
 import torch
-from functorch.compile import aot_module_simplified, make_boxed_func
+from functorch.compile import (
+    aot_module_simplified,
+    default_partition,
+    make_boxed_func,
+    min_cut_rematerialization_partition,
+)
 from torch.fx import GraphModule, Node
 
 _DTYPES = {
@@ -22,8 +27,12 @@ _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 @dataclass
 class Graphs:
-    """A backend for torch.compile that runs the AOT graphs eagerly, and keeps them."""
+    """A backend for torch.compile that runs the AOT graphs eagerly, and keeps them.
 
+    With ``min_cut`` they are parted as inductor does, which recomputes what it deems cheap.
+    """
+
+    min_cut: bool = False
     dynamo: list[GraphModule] = field(default_factory=list)
     forward: list[GraphModule] = field(default_factory=list)
     backward: list[GraphModule] = field(default_factory=list)
@@ -38,7 +47,11 @@ class Graphs:
 
         self.dynamo.append(module)
         return aot_module_simplified(
-            module, example_inputs, fw_compiler=keep(self.forward), bw_compiler=keep(self.backward)
+            module,
+            example_inputs,
+            fw_compiler=keep(self.forward),
+            bw_compiler=keep(self.backward),
+            partition_fn=min_cut_rematerialization_partition if self.min_cut else default_partition,
         )
 
 

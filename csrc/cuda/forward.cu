@@ -1,0 +1,60 @@
+// How many warps and blocks a row of the forward gets. None of it can reach the bits.
+#include <algorithm>
+
+#include "dispatch.h"
+#include "rl_logp/forward.cuh"
+
+namespace rl_logp {
+namespace {
+
+// Rows of any number: more are taken in turns.
+constexpr int64_t kMaxGridRows = 1 << 27;
+
+template <class Traits>
+cudaError_t launch(const ForwardArgs& args, int blocks_per_row, cudaStream_t stream) {
+  cudaLaunchConfig_t config{};
+  const int64_t rows = std::min(args.shape.rows, kMaxGridRows);
+  config.gridDim = dim3(static_cast<unsigned>(rows * blocks_per_row));
+  config.blockDim = dim3(Traits::kThreads);
+  config.stream = stream;
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = static_cast<unsigned>(blocks_per_row);
+  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  config.attrs = &cluster;
+  config.numAttrs = blocks_per_row > 1 ? 1 : 0;
+  return cudaLaunchKernelEx(&config, forward_kernel<Traits>, args);
+}
+
+// The largest cluster that leaves each of its warps a tile and the machine one round of blocks.
+template <class Traits>
+int blocks_per_row(const ForwardArgs& args, const DeviceLimits& limits) {
+  constexpr int kPortableClusterSize = 8;
+  const int64_t tiles = ceil_div(args.vocab_size, Traits::kTileColumns);
+  int blocks = 1;
+  while (limits.clusters && blocks < kPortableClusterSize &&
+         args.shape.rows * (2 * blocks) <= 2 * limits.multiprocessors &&
+         2 * blocks * Traits::kWarps <= tiles) {
+    blocks *= 2;
+  }
+  return blocks;
+}
+
+}  // namespace
+
+cudaError_t launch_forward(Dtype dtype, const ForwardArgs& args, cudaStream_t stream) {
+  if (args.shape.rows == 0) return cudaSuccess;
+  DeviceLimits limits;
+  const cudaError_t error = current_device_limits(limits);
+  if (error != cudaSuccess) return error;
+  return dispatch(dtype, args.inputs.temperature != nullptr, [&](auto element, auto temperature) {
+    using Element = decltype(element);
+    constexpr bool kTemperature = decltype(temperature)::value;
+    using Many = ForwardTraits<Element, 4, 4, 1, kTemperature, 6>;
+    using Few = ForwardTraits<Element, 8, 2, 1, kTemperature>;
+    if (args.shape.rows > 2 * limits.multiprocessors) return launch<Many>(args, 1, stream);
+    return launch<Few>(args, blocks_per_row<Few>(args, limits), stream);
+  });
+}
+
+}  // namespace rl_logp

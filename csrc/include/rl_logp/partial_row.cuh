@@ -1,0 +1,99 @@
+// What a lane, a warp or a block knows of a row, and how it is brought together and finished.
+#pragma once
+
+#include <cooperative_groups.h>
+
+#include "rl_logp/elements.cuh"
+#include "rl_logp/exact_sum.h"
+#include "rl_logp/rows.h"
+#include "rl_logp/tile_stream.cuh"
+
+namespace rl_logp {
+
+constexpr unsigned kFullWarp = 0xffffffffu;
+
+struct PartialRow {
+  ExactSum sum;
+  LargestGroup largest;
+};
+
+// The blocks that share a row: one, or those of a cluster.
+struct RowBlocks {
+  int count = 1, rank = 0;
+
+#if __CUDA_ARCH__ >= 900
+  __device__ RowBlocks() {
+    count = static_cast<int>(cooperative_groups::cluster_group::num_blocks());
+    rank = static_cast<int>(cooperative_groups::cluster_group::block_rank());
+  }
+  __device__ __forceinline__ void sync() const {
+    if (count == 1) {
+      __syncthreads();
+    } else {
+      cooperative_groups::cluster_group::sync();
+    }
+  }
+  // The same variable in the shared memory of another of the blocks.
+  template <class T>
+  __device__ __forceinline__ const T* map(T* address, int of_rank) const {
+    return count == 1 ? address
+                      : cooperative_groups::cluster_group::map_shared_rank(address, of_rank);
+  }
+#else
+  __device__ __forceinline__ void sync() const { __syncthreads(); }
+  template <class T>
+  __device__ __forceinline__ const T* map(T* address, int) const {
+    return address;
+  }
+#endif
+};
+
+// The row of all lanes, in all lanes.
+__device__ __forceinline__ PartialRow warp_row(PartialRow row) {
+  ExactSum& sum = row.sum;
+  raise_top(sum, __reduce_max_sync(kFullWarp, sum.top));
+#pragma unroll
+  for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
+    sum.high += __shfl_xor_sync(kFullWarp, sum.high, offset);
+    sum.middle += __shfl_xor_sync(kFullWarp, sum.middle, offset);
+    sum.low += __shfl_xor_sync(kFullWarp, sum.low, offset);
+  }
+  // A float that is at least -inf, as an integer of the same order.
+  const int32_t bits = static_cast<int32_t>(float_bits(row.largest.largest));
+  const int32_t key = bits >= 0 ? bits : static_cast<int32_t>(0x80000000u - bits);
+  const int32_t largest = __reduce_max_sync(kFullWarp, key);
+  row.largest.largest = bits_float(largest >= 0 ? largest : 0x80000000u - largest);
+  row.largest.group =
+      __reduce_min_sync(kFullWarp, key == largest ? row.largest.group : 0xffffffffu);
+  return row;
+}
+
+// The log-sum-exp of a row, by one warp: its largest group is read again, for double precision.
+template <class Traits>
+__device__ LogSumExp finish_row(
+    const PartialRow& row, const typename Traits::Element* logits, int64_t vocab_size,
+    const Divisor& divisor) {
+  const int lane = threadIdx.x % kWarpSize;
+  const float largest = row.largest.largest;
+  const int64_t column = static_cast<int64_t>(row.largest.group) * kGroup + lane;
+  float y = -kInfinity;
+  if (lane < kGroup && column < vocab_size) {
+    y = ElementTraits<typename Traits::Element>::to_float(logits[column]);
+    if constexpr (Traits::kTemperature) y = divide(y, divisor.value);
+  }
+  const int at = __ffs(__ballot_sync(kFullWarp, y == largest)) - 1;
+  double others = lane == at ? 0.0 : exponential(static_cast<double>(y) - largest);
+#pragma unroll
+  for (int offset = kGroup / 2; offset > 0; offset /= 2) {
+    others += __shfl_xor_sync(kFullWarp, others, offset);
+  }
+  float group[kGroup];
+#pragma unroll
+  for (int i = 0; i < kGroup; ++i) group[i] = __shfl_sync(kFullWarp, y, i);
+  ExactSum term, rest = row.sum;
+  add_group(term, group, largest);
+  subtract_term(rest, term);
+  return log_sum_exp(rest, largest, others);
+}
+
+}  // namespace rl_logp

@@ -1,0 +1,85 @@
+// exp(y - lse), the softmax of the backward, and log(softmax) of one column, from a row's saved
+// lse.
+#pragma once
+
+#include "rl_logp/arithmetic.h"
+
+namespace rl_logp {
+
+// y - lse in nats, for one column of a row. NaN where lse is not finite, as in torch.
+RL_LOGP_HOST_DEVICE inline double log_softmax(float y, double lse) {
+  if (!(absolute(lse) < static_cast<double>(kInfinity))) return static_cast<double>(kNan);
+  double logp = y - lse;
+  if (absolute(lse) >= kWideLse) logp = (y - wide_lse_value(lse)) - wide_lse_log_count(lse);
+  return logp > 0 ? 0.0 : logp;  // lse is rounded, and may be short of a column that is all of it
+}
+
+// A row's lse and the factor of its softmax, prepared for factor * exp(y - lse) of its columns.
+//
+// With lse * log2(e) = integer + fraction and n the integer nearest to y * log2(e),
+//     factor * exp(y - lse) = (factor * 2^(n - integer)) * 2^(y * log2(e) - n - fraction):
+// the argument of exp2 is small and its error that of one rounding, the power of two is exact, and
+// the one product is rounded once.
+struct RowSoftmax {
+  double lse;
+  float factor;
+  float fraction;
+  int32_t to_exponent;  // what turns the low bits of y * log2(e) + kRoundShift into n - integer
+  int32_t underflow;    // the power of two that makes factor a subnormal, which counts as 0
+  bool fast;
+
+  // lse_limit: how far lse may be from 0 for the fast arithmetic, 2^20 or less.
+  static RL_LOGP_HOST_DEVICE RL_LOGP_FORCEINLINE bool is_fast(
+      double lse, float factor, double lse_limit) {
+    return lse < lse_limit && lse > -lse_limit && exponent_of(factor) > 0 &&
+           exponent_of(factor) < 250;
+  }
+
+  static RL_LOGP_HOST_DEVICE RL_LOGP_FORCEINLINE int32_t exponent_of(float value) {
+    return static_cast<int32_t>(float_bits(value) >> 23 & 0xff);
+  }
+
+  RL_LOGP_HOST_DEVICE RowSoftmax(double row_lse, float row_factor, double lse_limit)
+      : lse(row_lse), factor(row_factor) {
+    fast = is_fast(lse, factor, lse_limit);
+    const double scaled = fast ? lse * kLog2eDouble : 0.0;
+    const double rounded = round_to_integer(scaled);
+    fraction = static_cast<float>(scaled - rounded);
+    to_exponent = -kRoundShiftBits - static_cast<int32_t>(rounded);
+    underflow = -exponent_of(factor);
+  }
+
+  // Splits factor * exp(y - lse) = scale * power. y must be at least kSmallestFast.
+  RL_LOGP_HOST_DEVICE RL_LOGP_FORCEINLINE void split(float y, float& scale, float& power) const {
+    const float shifted = fused_multiply_add(y, kLog2e, kRoundShift);
+    const float n = subtract(shifted, kRoundShift);
+    const float argument = subtract(fused_multiply_add(y, kLog2e, -n), fraction);
+    const int32_t exponent = static_cast<int32_t>(float_bits(shifted)) + to_exponent;
+    const int32_t kept = exponent > underflow ? exponent : underflow;
+    scale = bits_float(float_bits(factor) + (static_cast<uint32_t>(kept) << 23));
+    power = exp2_approx(fused_multiply_add(y, kLog2eTail, argument));
+  }
+
+  RL_LOGP_HOST_DEVICE RL_LOGP_FORCEINLINE float product(float y) const {
+    float scale, power;
+    split(y, scale, power);
+    return multiply_flushed(scale, power);
+  }
+
+  // One column of any row.
+  RL_LOGP_HOST_DEVICE float product_of_any(float y) const {
+    if (fast) return product(std::fmax(y, kSmallestFast));
+    const double power = log_softmax(y, lse) * kLog2eDouble;
+    return multiply(exp2_approx(static_cast<float>(power)), factor);
+  }
+
+  // The target's column, factor * p + target_factor. In double: 1 - p is next to nothing where p is
+  // nearly 1.
+  RL_LOGP_HOST_DEVICE float at_target(float y, float target_factor) const {
+    const double p = exponential(log_softmax(y, lse));
+    return static_cast<float>(
+        fused_multiply_add(p, static_cast<double>(factor), static_cast<double>(target_factor)));
+  }
+};
+
+}  // namespace rl_logp

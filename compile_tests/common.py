@@ -1,8 +1,13 @@
 """Inputs, and one way to run the op and its backward, shared by the compiled tests."""
 
+import os
+import shutil
+import sysconfig
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Optional
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -10,6 +15,14 @@ import rl_logp
 from rl_logp.testing import assert_bitwise_equal
 
 OP = torch.ops.rl_logp
+
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, (os.environ.get("CXX", ""), "g++", "clang++")))
+    or not (Path(sysconfig.get_path("include")) / "Python.h").exists(),
+    reason="inductor needs a C++ compiler and Python's headers",
+)
+INDUCTOR = pytest.param("inductor", marks=needs_compiler)
+BACKENDS = ["aot_eager", INDUCTOR]
 
 
 def inputs(

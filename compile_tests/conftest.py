@@ -7,8 +7,8 @@ import torch
 import torch._functorch.config
 import torch._inductor.config
 
-# pytest listens to every logger that does not propagate, and torch, once anyone listens to this one,
-# writes a trace of each compilation to it.
+# pytest listens to every logger that does not propagate, and torch, once anyone listens to this
+# one, writes a trace of each compilation to it.
 logging.getLogger("torch.__trace").propagate = True
 
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.cuda))

@@ -9,9 +9,9 @@ import torch
 from functorch.compile import (
     aot_module_simplified,
     default_partition,
-    make_boxed_func,
     min_cut_rematerialization_partition,
 )
+from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch.fx import GraphModule, Node
 
 _DTYPES = {
@@ -117,7 +117,9 @@ def _body(module: GraphModule, names: dict[Node, str]) -> list[str]:
             names[node] = names[node.args[0]]
         elif node.target is getitem and isinstance(node.args[1], int):
             names[node] = _operator(node.args[0])._schema.returns[node.args[1]].name
-            lines.append(f"    {names[node]}: {_form(node)} = {names[node.args[0]]}[{node.args[1]}]")
+            lines.append(
+                f"    {names[node]}: {_form(node)} = {names[node.args[0]]}[{node.args[1]}]"
+            )
         else:
             names[node] = node.name
             arguments = [_text(arg, names) for arg in node.args]
@@ -131,7 +133,7 @@ def _body(module: GraphModule, names: dict[Node, str]) -> list[str]:
 
 
 def _operator(node: Node) -> torch._ops.OpOverload:
-    target = node.target
+    target: Any = node.target
     return target.default if isinstance(target, torch._ops.OpOverloadPacket) else target
 
 

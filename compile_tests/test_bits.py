@@ -9,6 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import rl_logp
 from compile_tests.common import (
+    BACKENDS,
     LanguageModel,
     assert_compiled_is_eager,
     assert_same_bits,
@@ -16,7 +17,6 @@ from compile_tests.common import (
     inputs,
 )
 
-BACKENDS = ["aot_eager", "inductor"]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 
 
@@ -179,7 +179,7 @@ def test_autocast_model_feeds_the_op_its_low_precision_logits(device: str):
     model = LanguageModel().to(device)
     tokens = torch.randint(0, 64, (2, 9), device=device)
     seen: list[Tensor] = []
-    model.head.register_forward_hook(lambda _, __, logits: seen.append(logits))
+    model.head.register_forward_hook(lambda *hooked: seen.append(hooked[-1]))
     with torch.autocast(device, torch.bfloat16):
         logp = model(tokens)
     assert seen[0].dtype == torch.bfloat16

@@ -18,7 +18,14 @@ from torch.utils.checkpoint import (
 )
 
 import rl_logp
-from compile_tests.common import LanguageModel, assert_same_bits, gradients, inputs
+from compile_tests.common import (
+    BACKENDS,
+    LanguageModel,
+    assert_same_bits,
+    gradients,
+    inputs,
+    needs_compiler,
+)
 from compile_tests.graphs import Graphs, calls
 
 FORWARD = torch.ops.rl_logp.fused_logp_forward.default
@@ -93,25 +100,22 @@ def test_compiled(kind: str):
     graphs = Graphs(min_cut=True)
     logp = torch.compile(_function(kind), backend=graphs, fullgraph=True)(hidden, weight, target)
     assert_same_bits(logp, plain, "logp")
-    assert_same_bits(
-        gradients(logp, hidden, weight), gradients(plain, hidden, weight), "gradients"
-    )
+    assert_same_bits(gradients(logp, hidden, weight), gradients(plain, hidden, weight), "gradients")
     assert calls(graphs.forward[0], FORWARD) == 1
     assert calls(graphs.backward[0], FORWARD) == RUNS[kind] - 1
 
 
+@needs_compiler
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "reentrant"])
 def test_compiled_by_inductor(kind: str):
     hidden, weight, target = _arguments()
     plain = rl_logp.fused_logp(hidden @ weight, target)
     logp = torch.compile(_function(kind), fullgraph=True)(hidden, weight, target)
     assert_same_bits(logp, plain, "logp")
-    assert_same_bits(
-        gradients(logp, hidden, weight), gradients(plain, hidden, weight), "gradients"
-    )
+    assert_same_bits(gradients(logp, hidden, weight), gradients(plain, hidden, weight), "gradients")
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", *BACKENDS])
 def test_of_a_whole_model(backend: str):
     """What a trainer does: the blocks are checkpointed, and the head with the op."""
     model = LanguageModel()

@@ -6,9 +6,7 @@ from torch import Tensor
 from torch._dynamo import compiled_autograd
 from torch._dynamo.utils import counters
 
-from compile_tests.common import LanguageModel, assert_same_bits
-
-BACKENDS = ["aot_eager", "inductor"]
+from compile_tests.common import BACKENDS, LanguageModel, assert_same_bits
 
 
 def _gradients(model: LanguageModel) -> tuple[Tensor, ...]:

@@ -6,7 +6,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor
 
 import rl_logp
-from compile_tests.common import LanguageModel, inputs
+from compile_tests.common import BACKENDS, LanguageModel, inputs
 from compile_tests.graphs import calls, capture, render
 
 OP = torch.ops.rl_logp
@@ -16,7 +16,9 @@ def test_of_a_call():
     def f(logits: Tensor, target: Tensor) -> Tensor:
         return rl_logp.fused_logp(logits, target)
 
-    assert_expected_inline(render(capture(f, *inputs(4, 7))), """\
+    assert_expected_inline(
+        render(capture(f, *inputs(4, 7))),
+        """\
 dynamo:
     logits: bf16[4, 7]
     target: i64[4]
@@ -37,14 +39,17 @@ backward:
     target: i64[4]
     fused_logp_backward: bf16[4, 7] = rl_logp.fused_logp_backward.default(
         grad_logp, None, logits, target, None, lse, 0, 7)
-    grad_logits = fused_logp_backward""")
+    grad_logits = fused_logp_backward""",
+    )
 
 
 def test_of_sliced_logits_with_a_float_temperature():
     def f(logits: Tensor, target: Tensor) -> Tensor:
         return rl_logp.fused_logp(logits[:, :-1], target[:, 1:], temperature=0.7)
 
-    assert_expected_inline(render(capture(f, *inputs(2, 5, 7))), """\
+    assert_expected_inline(
+        render(capture(f, *inputs(2, 5, 7))),
+        """\
 dynamo:
     logits: bf16[2, 5, 7]
     target: i64[2, 5]
@@ -74,14 +79,17 @@ backward:
         grad_logp, None, slice_1, slice_2, full, lse, 0, 7)
     slice_backward: bf16[2, 5, 7] = aten.slice_backward.default(
         fused_logp_backward, (2, 5, 7), 1, 0, -1, 1)
-    grad_logits = slice_backward""")
+    grad_logits = slice_backward""",
+    )
 
 
 def test_of_a_temperature_a_row_with_the_lse():
     def f(logits: Tensor, target: Tensor, temperature: Tensor):
         return rl_logp.fused_logp(logits, target, temperature=temperature, return_lse=True)
 
-    assert_expected_inline(render(capture(f, *inputs(4, 7), torch.full((4,), 0.7))), """\
+    assert_expected_inline(
+        render(capture(f, *inputs(4, 7), torch.full((4,), 0.7))),
+        """\
 dynamo:
     logits: bf16[4, 7]
     target: i64[4]
@@ -108,7 +116,8 @@ backward:
     temperature: f32[4]
     fused_logp_backward: bf16[4, 7] = rl_logp.fused_logp_backward.default(
         grad_logp, grad_lse, logits, target, temperature, lse, 0, 7)
-    grad_logits = fused_logp_backward""")
+    grad_logits = fused_logp_backward""",
+    )
 
 
 def test_of_the_module_is_that_of_the_function():
@@ -128,7 +137,7 @@ def test_of_a_model_holds_the_op_once():
     assert calls(graphs.backward[0], OP.fused_logp_backward.default) == 1
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", *BACKENDS])
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"return_lse": True}], ids=str)
 def test_nothing_of_the_size_of_logits_is_saved_but_logits(backend: str, options: dict):
     """Counts the storages that autograd really keeps, of an uncompiled call and a compiled one."""

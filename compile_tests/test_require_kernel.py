@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 
 import rl_logp
-from compile_tests.common import assert_compiled_is_eager, inputs
+from compile_tests.common import BACKENDS, assert_compiled_is_eager, inputs
 from rl_logp import _library, chunked
-
-BACKENDS = ["aot_eager", "inductor"]
 
 
 def _f(logits: Tensor, target: Tensor) -> Tensor:

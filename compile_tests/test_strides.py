@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
 import rl_logp
-from compile_tests.common import LanguageModel, inputs
+from compile_tests.common import BACKENDS, LanguageModel, inputs, needs_compiler
 from rl_logp import _checks
 
 VIEWS = {
@@ -38,7 +38,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     return logits
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", *BACKENDS])
 @pytest.mark.parametrize("view", VIEWS)
 def test_a_view_of_the_callers_logits_is_not_copied(
     device: str, backend: str, view: str, seen: list[Tensor]
@@ -58,7 +58,7 @@ def test_a_view_of_the_callers_logits_is_not_copied(
         assert tensor.data_ptr() == expected.data_ptr()
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", *BACKENDS])
 def test_a_view_of_computed_logits_is_not_copied(backend: str, device: str, seen: list[Tensor]):
     model = LanguageModel(97).to(device)
     tokens = torch.randint(0, 97, (3, 6), device=device)
@@ -69,6 +69,7 @@ def test_a_view_of_computed_logits_is_not_copied(backend: str, device: str, seen
         assert tensor.stride() == (6 * 97, 97, 1)
 
 
+@needs_compiler
 def test_inductors_code_neither_clones_nor_casts_logits():
     """The only buffer it makes of logits' size is the gradient of what the view left out."""
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
 
 import rl_logp
+from compile_tests.common import BACKENDS, OP
 
 LOGITS = torch.randn(5, 11)
 TARGET = torch.tensor([3, 0, -100, 10, 7])
@@ -52,9 +53,9 @@ TORCH_FUNC: dict[str, Callable[[Callable], Callable]] = {
     "jacrev": lambda f: torch.func.jacrev(f),
     "hessian": lambda f: torch.func.jacrev(torch.func.jacrev(lambda x: f(x).sum())),
     "grad-of-vmap": lambda f: torch.func.grad(
-        lambda x: torch.vmap(rl_logp.fused_logp)(x, TARGET).sum() + f(x).sum()
+        lambda x: torch.vmap(OP.fused_logp)(x, TARGET).sum() + f(x).sum()
     ),
-    "vmap-of-grad": lambda f: lambda x: torch.vmap(torch.func.grad(rl_logp.fused_logp))(x, TARGET),
+    "vmap-of-grad": lambda f: lambda x: torch.vmap(torch.func.grad(OP.fused_logp))(x, TARGET),
 }
 
 
@@ -106,7 +107,7 @@ def test_a_second_derivative_in_eager(function: Callable):
 
 
 @FUNCTIONS
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_second_derivative_of_compiled_code(function: Callable, backend: str):
     """Torch refuses it of any compiled function, before the op is asked."""
     logits = LOGITS.clone().requires_grad_()

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 import rl_logp
-from compile_tests.common import assert_compiled_is_eager, assert_same_bits, gradients
+from compile_tests.common import BACKENDS, OP, assert_compiled_is_eager, assert_same_bits, gradients
 from rl_logp import _checks
 
-BACKENDS = ["eager", "aot_eager", "inductor"]
 SAMPLES, ROWS, COLUMNS = 3, 4, 19
 
 
@@ -111,7 +110,7 @@ def test_compiled(backend: str, return_lse: bool):
 def test_nested(backend: str):
     logits = torch.randn(2, SAMPLES, ROWS, COLUMNS, requires_grad=True)
     target = torch.randint(-1, COLUMNS, (2, SAMPLES, ROWS))
-    f = torch.vmap(torch.vmap(rl_logp.fused_logp))
+    f = torch.vmap(torch.vmap(OP.fused_logp))
     assert_same_bits(f(logits, target), rl_logp.fused_logp(logits, target), "logp")
     assert_compiled_is_eager(f, logits, target, backend=backend)
 

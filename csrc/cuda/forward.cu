@@ -50,7 +50,9 @@ cudaError_t launch_forward(Dtype dtype, const ForwardArgs& args, cudaStream_t st
   return dispatch(dtype, args.inputs.temperature != nullptr, [&](auto element, auto temperature) {
     using Element = decltype(element);
     constexpr bool kTemperature = decltype(temperature)::value;
-    using Many = ForwardTraits<Element, 4, 4, 1, kTemperature, 6>;
+    // As many blocks as can be had without spilling registers.
+    constexpr int kBlocks = kTemperature || sizeof(Element) == 4 ? 5 : 6;
+    using Many = ForwardTraits<Element, 4, 4, 1, kTemperature, kBlocks>;
     using Few = ForwardTraits<Element, 8, 2, 1, kTemperature>;
     if (args.shape.rows > 2 * limits.multiprocessors) return launch<Many>(args, 1, stream);
     return launch<Few>(args, blocks_per_row<Few>(args, limits), stream);

@@ -217,9 +217,14 @@ struct Divisor {
     return temperature > 1.0f / 1048576.0f && temperature < 1048576.0f;
   }
 
-  // x must be within kSmallestDividend and its negative.
+  // The rounded quotient, but for about one x in 2^24, where it is the other neighbour. In both, x
+  // must be within kSmallestDividend and its negative.
+  RL_LOGP_HOST_DEVICE RL_LOGP_FORCEINLINE float near_quotient(float x) const {
+    return fused_multiply_add(x, high, multiply(x, low));
+  }
+
   RL_LOGP_HOST_DEVICE RL_LOGP_FORCEINLINE float fast_quotient(float x) const {
-    const float quotient = fused_multiply_add(x, high, multiply(x, low));
+    const float quotient = near_quotient(x);
     return fused_multiply_add(fused_multiply_add(-quotient, value, x), high, quotient);
   }
 };

@@ -190,7 +190,7 @@ struct RowGradient {
 #pragma unroll
       for (int j = 0; j < Convert::kPerWord; ++j) {
         if constexpr (Traits::kTemperature) {
-          values[j] = fmaxf(divisor.fast_quotient(values[j]), kSmallestFast);
+          values[j] = fmaxf(divisor.near_quotient(values[j]), kSmallestFast);
         }
         values[j] = softmax.product(values[j]);
       }

@@ -149,6 +149,16 @@ RL_LOGP_HOST_DEVICE RL_LOGP_FORCEINLINE void add_group(
   }
 }
 
+// The term of a group that is divided by a temperature beyond what Divisor's shortcuts allow, or is
+// out of the fast range when it is divided.
+RL_LOGP_HOST_DEVICE RL_LOGP_NOINLINE inline ExactSum divided_term(
+    GroupValues group, float largest, float temperature) {
+  for (int i = 0; i < kGroup; ++i) group.y[i] = divide(group.y[i], temperature);
+  ExactSum term;
+  add_group(term, group.y, divide(largest, temperature));
+  return term;
+}
+
 // The largest column's group, the first of them where several hold the largest value.
 struct LargestGroup {
   float largest = -kInfinity;

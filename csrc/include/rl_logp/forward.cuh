@@ -5,6 +5,8 @@
 // in the result.
 #pragma once
 
+#include <type_traits>
+
 #include "rl_logp/elements.cuh"
 #include "rl_logp/exact_sum.h"
 #include "rl_logp/kernel_args.h"
@@ -29,10 +31,27 @@ __device__ __forceinline__ void mask_words(
   }
 }
 
+// Whether near_quotient is the rounded quotient of every number of the dtype: bf16 has 128
+// significands, and a power of two changes nothing. Asked by a warp, once a row.
+template <class Traits>
+__device__ __forceinline__ bool is_near_exact(const Divisor& divisor) {
+  if constexpr (!Traits::kTemperature || !std::is_same_v<typename Traits::Element, __nv_bfloat16>) {
+    return false;
+  }
+  bool exact = true;
+#pragma unroll
+  for (int i = 0; i < 128; i += kWarpSize) {
+    const float x = bits_float(0x3f800000u | ((i + threadIdx.x % kWarpSize) << 16));
+    exact = exact && divisor.near_quotient(x) == divisor.fast_quotient(x);
+  }
+  return __all_sync(kFullWarp, exact);
+}
+
 // Adds the group of 16 columns in `words`, and returns its largest y.
 template <class Traits>
 __device__ __forceinline__ float add_words(
-    ExactSum& sum, const uint32_t (&words)[Traits::kWordsPerGroup], const Divisor& divisor) {
+    ExactSum& sum, const uint32_t (&words)[Traits::kWordsPerGroup], const Divisor& divisor,
+    bool near_is_exact) {
   using Convert = ElementTraits<typename Traits::Element>;
   uint32_t largest[Traits::kWordsPerGroup];
 #pragma unroll
@@ -49,25 +68,35 @@ __device__ __forceinline__ float add_words(
   if constexpr (Convert::kPerWord == 2) m[0] = larger(m[0], m[1]);
   float y[kGroup];
   if constexpr (Traits::kTemperature) {
-    m[0] = divide(m[0], divisor.value);  // division by a positive number keeps the order
-    if (divisor.fast && absolute(m[0]) < kFastLimit) {
+    // Division by a positive number keeps the order. What is not finite stays so, or becomes NaN.
+    const float largest_y = divisor.fast_quotient(m[0]);
+    if (divisor.fast && absolute(largest_y) < kFastLimit) {
 #pragma unroll
       for (int i = 0; i < kGroup; i += Convert::kPerWord) {
         Convert::unpack_dividend(words[i / Convert::kPerWord], y + i);
       }
+      if (near_is_exact) {
 #pragma unroll
-      for (int i = 0; i < kGroup; ++i) y[i] = divisor.fast_quotient(y[i]);
-      add_group_fast(sum, y, m[0]);
-      return m[0];
+        for (int i = 0; i < kGroup; ++i) y[i] = divisor.near_quotient(y[i]);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kGroup; ++i) y[i] = divisor.fast_quotient(y[i]);
+      }
+      add_group_fast(sum, y, largest_y);
+      return largest_y;
     }
+    if (m[0] == -kInfinity) return m[0];
+    GroupValues group;
+#pragma unroll
+    for (int i = 0; i < kGroup; i += Convert::kPerWord) {
+      Convert::unpack(words[i / Convert::kPerWord], group.y + i);
+    }
+    merge(sum, divided_term(group, m[0], divisor.value));
+    return divide(m[0], divisor.value);
   }
 #pragma unroll
   for (int i = 0; i < kGroup; i += Convert::kPerWord) {
     Convert::unpack(words[i / Convert::kPerWord], y + i);
-  }
-  if constexpr (Traits::kTemperature) {
-#pragma unroll
-    for (int i = 0; i < kGroup; ++i) y[i] = divide(y[i], divisor.value);
   }
   add_group(sum, y, m[0]);
   return m[0];
@@ -87,6 +116,7 @@ __device__ __forceinline__ PartialRow sum_of_tiles(
   }
   if (!skip) {
     if (!early) tiles.start();
+    const bool near_is_exact = is_near_exact<Traits>(divisor);
     const int whole = static_cast<int>(vocab_size / Traits::kTileColumns);
     const int count = static_cast<int>(ceil_div(vocab_size, Traits::kTileColumns));
     for (int tile = first; tile < count; tile += step) {
@@ -102,7 +132,7 @@ __device__ __forceinline__ PartialRow sum_of_tiles(
       }
 #pragma unroll
       for (int group = 0; group < Traits::kGroupsPerLane; ++group) {
-        const float largest = add_words<Traits>(partial.sum, words[group], divisor);
+        const float largest = add_words<Traits>(partial.sum, words[group], divisor, near_is_exact);
         if (largest > partial.largest.largest) {  // the first, as tiles are taken in order
           partial.largest.largest = largest;
           partial.largest.group =

@@ -4,8 +4,10 @@ from typing import NamedTuple, Optional
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import rl_logp
+from rl_logp import ops
 from rl_logp.reference import Reference, reference
 from rl_logp.testing import assert_bitwise_equal
 
@@ -99,6 +101,28 @@ def kernel_serves(device: str, dtype: torch.dtype) -> bool:
     return any(
         b.available for b in rl_logp.backends() if b.device_type == device and b.dtype == dtype
     )
+
+
+_INSIDE = {
+    torch.ops.rl_logp.fused_logp_forward.default: ops._forward,
+    torch.ops.rl_logp.fused_logp_backward.default: ops._backward,
+}
+
+
+class OperatorsSeen(TorchDispatchMode):
+    """Every operator that is called, those inside ours too, which a mode is not shown by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[torch._ops.OpOverload] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func)
+        inside = _INSIDE.get(func)
+        if inside is None:
+            return func(*args, **(kwargs or {}))
+        with self:
+            return inside(*args, **(kwargs or {}))
 
 
 def relaid(logits: Tensor, layout: str) -> Tensor:

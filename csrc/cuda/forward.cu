@@ -55,7 +55,10 @@ cudaError_t launch_forward(Dtype dtype, const ForwardArgs& args, cudaStream_t st
     using Many = ForwardTraits<Element, 4, 4, 1, kTemperature, kBlocks>;
     using Few = ForwardTraits<Element, 8, 2, 1, kTemperature>;
     if (args.shape.rows > 2 * limits.multiprocessors) return launch<Many>(args, 1, stream);
-    return launch<Few>(args, blocks_per_row<Few>(args, limits), stream);
+    // Few rows are short of time, not of bandwidth.
+    ForwardArgs few = args;
+    few.early = true;
+    return launch<Few>(few, blocks_per_row<Few>(args, limits), stream);
   });
 }
 

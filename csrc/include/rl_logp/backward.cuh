@@ -199,6 +199,18 @@ struct RowGradient {
   }
 };
 
+// Asks the L2 for this block's first tile, about. A block's threads are as many as the tile has
+// lines.
+template <class Traits>
+__device__ __forceinline__ void prefetch_tile(
+    const typename Traits::Element* logits, int64_t columns) {
+  constexpr int kLine = kLineBytes / sizeof(typename Traits::Element);
+  for (int64_t line = threadIdx.x; line < Traits::kTileColumns / kLine; line += Traits::kThreads) {
+    const int64_t column = blockIdx.x * Traits::kTileColumns + line * kLine;
+    if (column < columns) asm volatile("prefetch.global.L2 [%0];" ::"l"(logits + column));
+  }
+}
+
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     backward_kernel(const __grid_constant__ BackwardArgs args) {
@@ -208,6 +220,9 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   const RowInputs& inputs = args.inputs;
   // Last row first: it is the one that the forward has read last.
   for (int64_t row = shape.rows - 1 - blockIdx.y; row >= 0; row -= gridDim.y) {
+    const auto* logits =
+        static_cast<const Element*>(inputs.logits) + offset_of(shape, row, inputs.logits_strides);
+    if (args.early) prefetch_tile<Traits>(logits, args.columns);
     const int64_t target = inputs.target_of(shape, row);
     const bool ignored = target < 0 || target >= args.vocab_size;
     float dlogp = 0.0f;
@@ -224,7 +239,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
         divide(dlogp, temperature),
         target - args.vocab_start,
         dlogp == 0.0f && dlse == 0.0,
-        static_cast<const Element*>(inputs.logits) + offset_of(shape, row, inputs.logits_strides),
+        logits,
         static_cast<Element*>(args.dlogits) + offset_of(shape, row, args.dlogits_strides),
         args.columns};
     gradient.write(stage, blockIdx.x, gridDim.x);

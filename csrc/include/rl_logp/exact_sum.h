@@ -91,9 +91,50 @@ RL_LOGP_HOST_DEVICE inline float wide_value(int32_t top) {
   return bits_float((kWideBits + above) | (positive ? 0u : 0x80000000u));
 }
 
-// The term of a group whose largest value is not within the fast range: NaN, infinite, wide, or
-// beyond kFastLimit. Rare, and so a function of its own: its code and its local array stay out of
-// the loops that call it.
+// How a group is scaled whose largest value is within kFastLimit: its columns' powers are summed by
+// the tree, and the sum, corrected, is worth 2^exponent.
+struct FastScale {
+  float rounded;
+  float correction;
+  int32_t exponent;
+
+  RL_LOGP_HOST_DEVICE RL_LOGP_FORCEINLINE explicit FastScale(float largest) {
+    const float shifted = fused_multiply_add(largest, kLog2e, kRoundShift);
+    rounded = subtract(shifted, kRoundShift);
+    // kLog2e is too small by kLog2eTail, which shrinks exp(y) by exp(-y * kLog2eTail * ln2). The
+    // columns that matter are near `largest`, so one correction serves the group.
+    correction = multiply(largest, kTailLn2);
+    exponent = static_cast<int32_t>(float_bits(shifted)) - kRoundShiftBits;
+  }
+
+  RL_LOGP_HOST_DEVICE RL_LOGP_FORCEINLINE float power(float y) const {
+    return exp2_approx(fused_multiply_add(y, kLog2e, -rounded));
+  }
+
+  RL_LOGP_HOST_DEVICE RL_LOGP_FORCEINLINE float corrected(float sum) const {
+    return fused_multiply_add(sum, correction, sum);
+  }
+};
+
+// The same for a largest value beyond kFastLimit and short of kWideLimit, in double.
+struct SlowScale {
+  double rounded;
+  int32_t exponent;
+
+  RL_LOGP_HOST_DEVICE explicit SlowScale(float largest)
+      : rounded(round_to_integer(largest * kLog2eDouble)),
+        exponent(static_cast<int32_t>(rounded)) {}
+
+  RL_LOGP_HOST_DEVICE float power(float y) const {
+    const double scaled = fused_multiply_add(static_cast<double>(y), kLog2eDouble, -rounded);
+    return exp2_approx(static_cast<float>(scaled + y * kLog2eDoubleTail));
+  }
+
+  RL_LOGP_HOST_DEVICE float corrected(float sum) const { return sum; }
+};
+
+// The term of a group beyond the fast range: NaN, infinite, wide, or beyond kFastLimit. Rare, and
+// so a function of its own: its code and its local array stay out of the loops that call it.
 struct GroupValues {
   float y[kGroup];
 };
@@ -109,13 +150,9 @@ RL_LOGP_HOST_DEVICE RL_LOGP_NOINLINE inline ExactSum slow_term(GroupValues group
     term.top = wide_top(largest);
     for (int i = 0; i < kGroup; ++i) term.middle += group.y[i] == largest;
   } else {
-    const double rounded = round_to_integer(largest * kLog2eDouble);
-    for (int i = 0; i < kGroup; ++i) {
-      const double y = group.y[i];
-      group.y[i] = exp2_approx(
-          static_cast<float>(fused_multiply_add(y, kLog2eDouble, -rounded) + y * kLog2eDoubleTail));
-    }
-    add_term(term, sum_tree(group.y), static_cast<int32_t>(rounded));
+    const SlowScale scale(largest);
+    for (int i = 0; i < kGroup; ++i) group.y[i] = scale.power(group.y[i]);
+    add_term(term, scale.corrected(sum_tree(group.y)), scale.exponent);
   }
   return term;
 }
@@ -123,16 +160,11 @@ RL_LOGP_HOST_DEVICE RL_LOGP_NOINLINE inline ExactSum slow_term(GroupValues group
 // A group whose largest value is within kFastLimit.
 RL_LOGP_HOST_DEVICE RL_LOGP_FORCEINLINE void add_group_fast(
     ExactSum& sum, const float (&y)[kGroup], float largest) {
-  const float shifted = fused_multiply_add(largest, kLog2e, kRoundShift);
-  const float rounded = subtract(shifted, kRoundShift);
+  const FastScale scale(largest);
   float e[kGroup];
 #pragma unroll
-  for (int i = 0; i < kGroup; ++i) e[i] = exp2_approx(fused_multiply_add(y[i], kLog2e, -rounded));
-  float s = sum_tree(e);
-  // kLog2e is too small by kLog2eTail, which shrinks exp(y) by the factor exp(-y * kLog2eTail *
-  // ln2). The columns that matter are near `largest`, so one correction serves the group.
-  s = fused_multiply_add(s, multiply(largest, kTailLn2), s);
-  add_term(sum, s, static_cast<int32_t>(float_bits(shifted)) - kRoundShiftBits);
+  for (int i = 0; i < kGroup; ++i) e[i] = scale.power(y[i]);
+  add_term(sum, scale.corrected(sum_tree(e)), scale.exponent);
 }
 
 // Adds a group of 16 columns, of which `largest` is the largest or NaN if any is NaN. Columns that
@@ -202,22 +234,29 @@ struct LogSumExp {
 
 // The log of a sum, once a row, in double. A term is only as good as fp32, which shows where one
 // column is nearly all of the sum: so the largest column's group comes in double. `rest` is the sum
-// without its term, `others` the sum of exp(y - largest) over its columns but the largest.
+// without its term, `others` the sum of exp(y - largest) over its columns but the largest, and
+// `relative` is rest * exp(-largest).
 RL_LOGP_HOST_DEVICE inline LogSumExp log_sum_exp(
-    const ExactSum& rest, float largest, double others) {
+    const ExactSum& rest, float largest, double others, double relative) {
   if (rest.top == kEmptyTop) return {-static_cast<double>(kInfinity), 0.0};
   if (rest.top == kInfTop) return {static_cast<double>(kInfinity), 0.0};
   if (rest.top == kNanTop) return {static_cast<double>(kNan), 0.0};
-  const double m = largest;
-  double relative = static_cast<double>(rest.middle);  // of a wide sum, which counts `largest`
-  if (!is_wide_top(rest.top)) {
-    const double scaled = (static_cast<double>(rest.high) * 4294967296.0 + relative) +
-                          static_cast<double>(rest.low) * 2.3283064365386962891e-10;
-    // rest * exp(-largest): the exponents cancel before they are rounded.
-    const double exponent = fused_multiply_add(-m, kLog2eDouble, 32.0 * (rest.top - 1));
-    relative = scaled * exp_base_2(exponent - m * kLog2eDoubleTail);
-  }
-  return {m, log_1_plus(others + relative)};
+  return {static_cast<double>(largest), log_1_plus(others + relative)};
 }
+
+// rest * exp(-largest) is scaled * 2^exponent. A wide sum counts columns that are `largest`.
+struct RelativeRest {
+  double scaled, exponent;
+
+  RL_LOGP_HOST_DEVICE RelativeRest(const ExactSum& rest, float largest)
+      : scaled(static_cast<double>(rest.middle)), exponent(0.0) {
+    if (is_wide_top(rest.top)) return;
+    scaled = (static_cast<double>(rest.high) * 4294967296.0 + scaled) +
+             static_cast<double>(rest.low) * 2.3283064365386962891e-10;
+    // The exponents cancel before they are rounded.
+    const double m = largest;
+    exponent = fused_multiply_add(-m, kLog2eDouble, 32.0 * (rest.top - 1)) - m * kLog2eDoubleTail;
+  }
+};
 
 }  // namespace rl_logp

@@ -167,10 +167,9 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     float target_logit = 0.0f;
     PartialRow part;
     with_constant<Traits::kElementsPerChunk>(misalignment_of(logits), [&](auto shift) {
-      // A row cut over several blocks is short of time, not of bandwidth: it starts early.
       part = sum_of_tiles<Traits, decltype(shift)::value>(
           stages[warp], logits, args.vocab_size, blocks.rank * Traits::kWarps + warp,
-          blocks.count * Traits::kWarps, blocks.count > 1, skip, finishes && !ignored ? target : -1,
+          blocks.count * Traits::kWarps, args.early, skip, finishes && !ignored ? target : -1,
           divisor, target_logit);
     });
     part = warp_row(part);

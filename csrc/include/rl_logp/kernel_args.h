@@ -31,6 +31,7 @@ struct ForwardArgs {
   int64_t vocab_size;
   RowInputs inputs;
   bool all_rows;  // otherwise ignored rows are not read, and their lse is 0
+  bool early;     // read a row before it is known whether it is ignored: rows are few
   int passes;     // over the rows, by alignment (row_in_order)
   float* logp;    // contiguous, as lse is
   double* lse;
@@ -38,6 +39,7 @@ struct ForwardArgs {
 
 struct BackwardArgs {
   RowShape shape;
+  bool early;       // read a row before its upstream gradient is known: rows are few
   int64_t columns;  // of this shard: [vocab_start, vocab_start + columns)
   int64_t vocab_start;
   int64_t vocab_size;

@@ -68,9 +68,34 @@ __device__ __forceinline__ PartialRow warp_row(PartialRow row) {
   return row;
 }
 
-// The log-sum-exp of a row, by one warp: its largest group is read again, for double precision.
+// The term of the group whose columns the first 16 lanes hold, and the other 16 as well.
+template <class Scale>
+__device__ __forceinline__ void add_warp_term(ExactSum& term, float y, const Scale& scale) {
+  float sum = scale.power(y);
+#pragma unroll
+  for (int width = 1; width < kGroup; width *= 2) {  // sum_tree, neighbours first
+    sum = add(sum, __shfl_xor_sync(kFullWarp, sum, width));
+  }
+  add_term(term, scale.corrected(sum), scale.exponent);
+}
+
+__device__ __forceinline__ ExactSum warp_term(float y, float largest) {
+  ExactSum term;
+  if (absolute(largest) < kFastLimit) {
+    add_warp_term(term, y, FastScale(largest));
+  } else if (absolute(largest) < kWideLimit) {
+    add_warp_term(term, y, SlowScale(largest));
+  } else if (absolute(largest) < kInfinity) {
+    term.top = wide_top(largest);
+    term.middle = __popc(__ballot_sync(kFullWarp, y == largest) & 0xffffu);
+  }
+  return term;
+}
+
+// The log-sum-exp of a row, by one warp, in its first lane. The largest group is read again, for
+// double precision: the first 16 lanes hold its columns, the next one holds the rest of the row.
 template <class Traits>
-__device__ LogSumExp finish_row(
+__device__ __forceinline__ LogSumExp finish_row(
     const PartialRow& row, const typename Traits::Element* logits, int64_t vocab_size,
     const Divisor& divisor) {
   const int lane = threadIdx.x % kWarpSize;
@@ -82,18 +107,22 @@ __device__ LogSumExp finish_row(
     if constexpr (Traits::kTemperature) y = divide(y, divisor.value);
   }
   const int at = __ffs(__ballot_sync(kFullWarp, y == largest)) - 1;
-  double others = lane == at ? 0.0 : exponential(static_cast<double>(y) - largest);
+  ExactSum rest = row.sum;
+  subtract_term(rest, warp_term(__shfl_sync(kFullWarp, y, lane % kGroup), largest));
+  const RelativeRest relative_rest(rest, largest);
+  double scaled = lane == at ? 0.0 : 1.0;
+  double exponent = (static_cast<double>(y) - largest) * kLog2eDouble;
+  if (lane == kGroup) {
+    scaled = relative_rest.scaled;
+    exponent = relative_rest.exponent;
+  }
+  const double power = scaled * exp_base_2(exponent);
+  double others = power;
 #pragma unroll
   for (int offset = kGroup / 2; offset > 0; offset /= 2) {
     others += __shfl_xor_sync(kFullWarp, others, offset);
   }
-  float group[kGroup];
-#pragma unroll
-  for (int i = 0; i < kGroup; ++i) group[i] = __shfl_sync(kFullWarp, y, i);
-  ExactSum term, rest = row.sum;
-  add_group(term, group, largest);
-  subtract_term(rest, term);
-  return log_sum_exp(rest, largest, others);
+  return log_sum_exp(rest, largest, others, __shfl_sync(kFullWarp, power, kGroup));
 }
 
 }  // namespace rl_logp

@@ -130,7 +130,7 @@ def reverse_mode(logits: Tensor) -> None:
             "fused_logp: expected logits without a tangent, got a dual tensor: forward-mode"
             " differentiation is not implemented; use reverse mode"
         )
-    if torch._C._functorch.is_gradtrackingtensor(logits):
+    if torch._C._functorch.is_gradtrackingtensor(logits):  # pyright: ignore[reportAttributeAccessIssue]
         raise NotImplementedError(
             "fused_logp: expected torch.autograd, got a torch.func transform (grad, vjp, jacrev),"
             " which is not implemented; use torch.autograd.grad or backward()"

@@ -148,6 +148,6 @@ def backward(
 
 
 def _shard_softmax(y: Tensor, lse: Tensor) -> Tensor:
-    """exp(y - lse) for a shard of the vocabulary, with the fp64 lse of the whole row in two parts."""
+    """exp(y - lse) for a shard of the vocabulary; the fp64 lse of the whole row in two parts."""
     high = lse.to(y.dtype)
     return (y - high).sub_((lse - high.double()).to(y.dtype)).exp_()

@@ -1,6 +1,6 @@
 """The public functions."""
 
-from typing import Union, overload, Literal
+from typing import Literal, Union, overload
 
 import torch
 from torch import Tensor

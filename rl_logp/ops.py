@@ -7,7 +7,8 @@
 
 Every implementation allocates its results here, in Python, and then either lets a compiled kernel
 fill them (the ``_..._out`` operators) or runs the chunked fallback. That keeps
-``torch.OutOfMemoryError`` what it is: an exception that crosses a stable-ABI boundary loses its type.
+``torch.OutOfMemoryError`` what it is: an exception that crosses a stable-ABI boundary loses its
+type.
 """
 
 from typing import Optional
@@ -46,7 +47,7 @@ _lib.define(
 _library.load()
 
 
-# --- fused_logp and fused_logp_with_lse: the composites --------------------------------------------
+# --- fused_logp and fused_logp_with_lse: the composites -------------------------------------------
 def _fused_logp(logits: Tensor, target: Tensor, temperature: Optional[Tensor] = None) -> Tensor:
     _checks.reverse_mode(logits)
     return torch.ops.rl_logp.fused_logp_forward(logits, target, temperature, False)[0]
@@ -80,17 +81,19 @@ def _batched(info, in_dims, logits: Tensor, target: Tensor, temperature: Optiona
     return logits, target, temperature
 
 
-@torch.library.register_vmap("rl_logp::fused_logp", lib=_lib)
 def _fused_logp_vmap(info, in_dims, *args):
     return torch.ops.rl_logp.fused_logp(*_batched(info, in_dims, *args)), 0
 
 
-@torch.library.register_vmap("rl_logp::fused_logp_with_lse", lib=_lib)
 def _fused_logp_with_lse_vmap(info, in_dims, *args):
     return torch.ops.rl_logp.fused_logp_with_lse(*_batched(info, in_dims, *args)), (0, 0)
 
 
-# --- fused_logp_forward ----------------------------------------------------------------------------
+torch.library.register_vmap("rl_logp::fused_logp", _fused_logp_vmap, lib=_lib)
+torch.library.register_vmap("rl_logp::fused_logp_with_lse", _fused_logp_with_lse_vmap, lib=_lib)
+
+
+# --- fused_logp_forward ---------------------------------------------------------------------------
 def _forward_outputs(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     logp_dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     logp = logits.new_empty(target.shape, dtype=logp_dtype)
@@ -147,7 +150,7 @@ torch.library.register_autograd(
 )
 
 
-# --- fused_logp_backward ---------------------------------------------------------------------------
+# --- fused_logp_backward --------------------------------------------------------------------------
 def _backward(
     grad_logp: Optional[Tensor],
     grad_lse: Optional[Tensor],
@@ -174,12 +177,8 @@ def _backward_output(logits: Tensor) -> Tensor:
     return logits.new_empty(logits.shape)
 
 
-def _backward_fake(
-    grad_logp, grad_lse, logits, target, temperature, lse, vocab_start, vocab_size
-):
-    _checks.backward(
-        grad_logp, grad_lse, logits, target, temperature, lse, vocab_start, vocab_size
-    )
+def _backward_fake(grad_logp, grad_lse, logits, target, temperature, lse, vocab_start, vocab_size):
+    _checks.backward(grad_logp, grad_lse, logits, target, temperature, lse, vocab_start, vocab_size)
     return _backward_output(logits)
 
 
@@ -194,6 +193,4 @@ def _no_second_derivative(ctx, grad):
     )
 
 
-torch.library.register_autograd(
-    "rl_logp::fused_logp_backward", _no_second_derivative, lib=_lib
-)
+torch.library.register_autograd("rl_logp::fused_logp_backward", _no_second_derivative, lib=_lib)

@@ -1,0 +1,216 @@
+// Whoever sums a row, in whatever parts and order: the same bits.
+#include "row.h"
+
+namespace {
+
+using namespace rl_logp;
+using host_test::PartialRow;
+using host_test::Random;
+using host_test::Row;
+using host_test::sum_groups;
+using host_test::operator==;
+
+struct Kind {
+  const char* name;
+  float (*column)(Random&);
+};
+
+float logit(Random& random) { return static_cast<float>(4 * random.normal()); }
+
+float rare(Random& random, double probability, float value) {
+  return random.chance(probability) ? value : logit(random);
+}
+
+constexpr float kLowest = -0x1.fffffep127f;  // finfo.min
+
+const Kind kKinds[] = {
+    {"logits", logit},
+    {"logits over hundreds of powers of two",
+     [](Random& random) { return static_cast<float>(random.uniform(-4000, 4000)); }},
+    {"bins that come and go",
+     [](Random& random) { return static_cast<float>(11 * random.below(9)); }},
+    {"equal columns", [](Random&) { return 3.25f; }},
+    {"mostly masked", [](Random& random) { return rare(random, 0.97, -kInfinity); }},
+    {"masked by finfo.min", [](Random& random) { return rare(random, 0.5, kLowest); }},
+    {"finfo.min, and little else", [](Random& random) { return rare(random, 0.999, kLowest); }},
+    {"around the fast limit",
+     [](Random& random) {
+       return (random.chance(0.5) ? 1.0f : -1.0f) * static_cast<float>(random.uniform(4090, 4100));
+     }},
+    {"mid range",
+     [](Random& random) { return (random.chance(0.5) ? 1.0f : -1.0f) * random.magnitude(10, 29); }},
+    {"close values in the mid range",
+     [](Random& random) { return 1e6f + static_cast<float>(random.below(64)) / 16; }},
+    {"around the wide limit",
+     [](Random& random) { return 0x1p29f + 32 * (static_cast<float>(random.below(4)) - 2); }},
+    {"around the negative wide limit",
+     [](Random& random) { return -0x1p29f + 32 * (static_cast<float>(random.below(4)) - 2); }},
+    {"wide and few",
+     [](Random& random) { return 1e38f * (static_cast<float>(random.below(7)) - 3); }},
+    {"any finite number",
+     [](Random& random) {
+       return (random.chance(0.5) ? 1.0f : -1.0f) * random.magnitude(-126, 128);
+     }},
+    {"zeros of both signs", [](Random& random) { return random.chance(0.5) ? 0.0f : -0.0f; }},
+    {"a few +inf", [](Random& random) { return rare(random, 0.01, kInfinity); }},
+    {"a few NaN", [](Random& random) { return rare(random, 0.01, kNan); }},
+    {"nothing", [](Random&) { return -kInfinity; }},
+};
+
+Row row_of(const Kind& kind, Random& random, size_t columns) {
+  Row row(columns);
+  for (float& y : row) y = kind.column(random);
+  return row;
+}
+
+// A partial result without what it means nothing in: the largest column where there is a NaN.
+bool same_state(const PartialRow& a, const PartialRow& b) {
+  if (!(a.sum == b.sum)) return false;
+  return a.sum.top == kNanTop ||
+         (a.largest.largest == b.largest.largest && a.largest.group == b.largest.group);
+}
+
+void check_same(
+    const char* how, const Kind& kind, const Row& row, const PartialRow& actual,
+    const PartialRow& expected) {
+  CHECK(
+      same_state(actual, expected), "another state: %s, %s, %zu columns", how, kind.name,
+      row.size());
+  const LogSumExp a = host_test::finish(actual, row), e = host_test::finish(expected, row);
+  CHECK(
+      host_test::same_bits(a.lse(), e.lse()), "lse %a and %a: %s, %s, %zu columns", a.lse(),
+      e.lse(), how, kind.name, row.size());
+  for (size_t column = 0; column < row.size(); column += 1 + row.size() / 7) {
+    const float logp = a.logp(row[column]), expected_logp = e.logp(row[column]);
+    CHECK(
+        host_test::same_bits(logp, expected_logp), "logp %a and %a: %s, %s, column %zu of %zu",
+        logp, expected_logp, how, kind.name, column, row.size());
+  }
+}
+
+// Calls check(kind, row, its state) for rows of every kind and of many lengths.
+template <class Check>
+void for_every_kind(Random& random, int rounds, Check&& check) {
+  for (const Kind& kind : kKinds) {
+    for (int round = 0; round < rounds; ++round) {
+      const size_t columns = 1 + random.below(round % 4 == 0 ? 40 : 1500);
+      const Row row = row_of(kind, random, columns);
+      check(kind, row, sum_groups(row, host_test::in_order(row)));
+    }
+  }
+}
+
+void groups_in_any_order() {
+  Random random;
+  for_every_kind(random, 60, [&](const Kind& kind, const Row& row, const PartialRow& expected) {
+    std::vector<uint32_t> groups = host_test::in_order(row);
+    for (int i = 0; i < 3; ++i) {
+      random.shuffle(groups);
+      check_same("shuffled", kind, row, sum_groups(row, groups), expected);
+    }
+    std::reverse(groups.begin(), groups.end());
+    check_same("reversed", kind, row, sum_groups(row, groups), expected);
+  });
+}
+
+// Merges random pairs until one is left: every tree, and every order of leaves.
+PartialRow merge_in_any_tree(std::vector<PartialRow> parts, Random& random) {
+  while (parts.size() > 1) {
+    random.shuffle(parts);
+    merge(parts[parts.size() - 2], parts.back());
+    parts.pop_back();
+  }
+  return parts[0];
+}
+
+void parts_merged_in_any_tree() {
+  Random random;
+  for_every_kind(random, 60, [&](const Kind& kind, const Row& row, const PartialRow& expected) {
+    std::vector<uint32_t> groups = host_test::in_order(row);
+    for (size_t parts_count : {size_t{2}, size_t{8}, size_t{32}, groups.size()}) {
+      // Stripes, as lanes and warps take them; then any groups at all, some parts empty.
+      std::vector<PartialRow> stripes(parts_count), anyhow(parts_count);
+      for (uint32_t group : groups) {
+        add_group(stripes[group % parts_count], row, group);
+        add_group(anyhow[random.below(parts_count)], row, group);
+      }
+      check_same("striped", kind, row, merge_in_any_tree(stripes, random), expected);
+      check_same("scattered", kind, row, merge_in_any_tree(anyhow, random), expected);
+    }
+  });
+}
+
+void shards_of_the_vocabulary() {
+  Random random;
+  for_every_kind(random, 60, [&](const Kind& kind, const Row& row, const PartialRow& expected) {
+    const uint32_t groups = host_test::groups_of(row);
+    std::vector<PartialRow> shards;
+    for (uint32_t start = 0; start < groups;) {  // each starts at a multiple of 16 columns
+      const uint32_t end = start + 1 + static_cast<uint32_t>(random.below(groups - start));
+      PartialRow shard;
+      for (uint32_t group = start; group < end; ++group) add_group(shard, row, group);
+      shards.push_back(shard);
+      start = end;
+    }
+    check_same("sharded", kind, row, merge_in_any_tree(shards, random), expected);
+  });
+}
+
+void columns_of_minus_infinity_at_the_end() {
+  Random random;
+  for_every_kind(random, 60, [&](const Kind& kind, const Row& row, const PartialRow& expected) {
+    Row padded = row;
+    padded.resize(row.size() + random.below(100), -kInfinity);
+    const PartialRow state = sum_groups(padded, host_test::in_order(padded));
+    check_same("padded", kind, row, state, expected);
+    check_same("padded", kind, padded, state, expected);
+  });
+}
+
+// Halves of a group's tree may be summed elsewhere, and come in either order (the warps that finish
+// a row sum a group over lanes).
+void halves_of_a_group() {
+  Random random;
+  for (int round = 0; round < 20000; ++round) {
+    float whole[kGroup], swapped[kGroup], lanes[kGroup];
+    for (int i = 0; i < kGroup; ++i) {
+      whole[i] = lanes[i] = random.magnitude(-30, 1);
+      swapped[(i + kGroup / 2) % kGroup] = whole[i];
+    }
+    const float sum = sum_tree(whole);
+    CHECK(sum_tree(swapped) == sum, "halves that changed places, round %d", round);
+    for (int width = 1; width < kGroup; width *= 2) {
+      float before[kGroup];
+      std::copy(lanes, lanes + kGroup, before);
+      for (int i = 0; i < kGroup; ++i) lanes[i] = add(before[i], before[i ^ width]);
+    }
+    for (float lane : lanes) CHECK(lane == sum, "%a and %a, round %d", lane, sum, round);
+  }
+}
+
+// The order of columns *within* a group is what the bits may depend on. If it never showed, the
+// tests above would compare nothing.
+void columns_of_a_group_have_their_places() {
+  Random random;
+  int moved = 0;
+  for (int round = 0; round < 200; ++round) {
+    Row row = row_of(kKinds[0], random, 640), rotated = row;
+    std::rotate(rotated.begin(), rotated.begin() + 1, rotated.end());
+    const double lse = host_test::log_sum_exp_of(row).lse();
+    moved += host_test::log_sum_exp_of(rotated).lse() != lse;
+  }
+  CHECK(moved > 100, "only %d of 200 rows noticed", moved);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  return host_test::run_all(
+      argc, argv,
+      {{"groups in any order", groups_in_any_order},
+       {"parts merged in any tree", parts_merged_in_any_tree},
+       {"shards of the vocabulary", shards_of_the_vocabulary},
+       {"columns of -inf at the end", columns_of_minus_infinity_at_the_end},
+       {"halves of a group", halves_of_a_group},
+       {"columns of a group have their places", columns_of_a_group_have_their_places}});
+}

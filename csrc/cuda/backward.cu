@@ -37,8 +37,8 @@ cudaError_t launch_backward(Dtype dtype, const BackwardArgs& args, cudaStream_t 
     using Few = BackwardTraits<Element, 64, 4, kTemperature>;
     const int64_t blocks = args.shape.rows * tiles_per_row<Many>(args);
     BackwardArgs launched = args;
-    // Few rows are short of time, not of bandwidth.
-    launched.early = args.shape.rows <= 2 * limits.multiprocessors;
+    // Few blocks are short of time, not of bandwidth.
+    launched.early = blocks <= 4 * limits.multiprocessors;
     return blocks > 4 * limits.multiprocessors ? launch<Many>(launched, stream)
                                                : launch<Few>(launched, stream);
   });

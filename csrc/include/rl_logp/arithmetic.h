@@ -204,8 +204,10 @@ RL_LOGP_HOST_DEVICE inline float divide(float x, float divisor) {
 // 1990; Brisebarre, Muller and Raina, IEEE Trans. Comput. 53, 2004). Where the quotient is
 // subnormal it may be off, which no exponential sees.
 struct Divisor {
-  float value, high, low;
-  bool fast;  // otherwise the remainders may leave the range of fp32
+  float value = 1.0f, high = 1.0f, low = 0.0f;
+  bool fast = true;  // otherwise the remainders may leave the range of fp32
+
+  Divisor() = default;
 
   RL_LOGP_HOST_DEVICE RL_LOGP_FORCEINLINE explicit Divisor(float temperature)
       : value(temperature),

@@ -155,7 +155,8 @@ struct RowGradient {
       }
       // What is computed once a row is computed while the copies are under way.
       const RowSoftmax row_softmax = softmax();
-      const Divisor divisor(Traits::kTemperature ? temperature : 1.0f);
+      Divisor divisor;
+      if constexpr (Traits::kTemperature) divisor = Divisor(temperature);
       asm volatile("cp.async.wait_all;" ::: "memory");
       Element* destination = dlogits + begin + static_cast<int64_t>(first) * kChunk;
       const uint4* read = stage + threadIdx.x;
@@ -229,14 +230,20 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     double dlse = 0.0;
     if (args.grad_logp) dlogp = args.grad_logp[offset_of(shape, row, args.grad_logp_strides)];
     if (args.grad_lse) dlse = args.grad_lse[offset_of(shape, row, args.grad_lse_strides)];
-    const float temperature = Traits::kTemperature ? inputs.temperature_of(shape, row) : 1.0f;
     const double lse = args.lse[offset_of(shape, row, args.lse_strides)];
     if (ignored) dlogp = 0.0f;
+    float temperature = 1.0f;
+    float softmax_factor = static_cast<float>(dlse - dlogp), target_factor = dlogp;
+    if constexpr (Traits::kTemperature) {
+      temperature = inputs.temperature_of(shape, row);
+      softmax_factor = divide(softmax_factor, temperature);
+      target_factor = divide(target_factor, temperature);
+    }
     const RowGradient<Traits> gradient{
         lse,
         temperature,
-        divide(static_cast<float>(dlse - dlogp), temperature),
-        divide(dlogp, temperature),
+        softmax_factor,
+        target_factor,
         target - args.vocab_start,
         dlogp == 0.0f && dlse == 0.0,
         logits,

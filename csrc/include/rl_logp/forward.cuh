@@ -162,8 +162,10 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     const bool ignored = target < 0 || target >= args.vocab_size;
     const bool skip = ignored && !args.all_rows;
     const bool finishes = blocks.rank == 0 && threadIdx.x == 0;
-    const Divisor divisor(
-        Traits::kTemperature ? args.inputs.temperature_of(args.shape, row) : 1.0f);
+    Divisor divisor;
+    if constexpr (Traits::kTemperature) {
+      divisor = Divisor(args.inputs.temperature_of(args.shape, row));
+    }
     float target_logit = 0.0f;
     PartialRow part;
     with_constant<Traits::kElementsPerChunk>(misalignment_of(logits), [&](auto shift) {
@@ -177,6 +179,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     blocks.sync();
     if (blocks.rank == 0 && warp == 0) {
       PartialRow total;
+#pragma unroll 1
       for (int i = lane; i < blocks.count * Traits::kWarps; i += kWarpSize) {
         const PartialRow other = *blocks.map(&partial[i % Traits::kWarps], i / Traits::kWarps);
         merge(total.sum, other.sum);

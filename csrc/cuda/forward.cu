@@ -51,9 +51,9 @@ cudaError_t launch_forward(Dtype dtype, const ForwardArgs& args, cudaStream_t st
     using Element = decltype(element);
     constexpr bool kTemperature = decltype(temperature)::value;
     // As many blocks as can be had without spilling registers.
-    constexpr int kBlocks = kTemperature || sizeof(Element) == 4 ? 5 : 6;
+    constexpr int kBlocks = 6 - kTemperature - (sizeof(Element) == 4);
     using Many = ForwardTraits<Element, 4, 4, 1, kTemperature, kBlocks>;
-    using Few = ForwardTraits<Element, 8, 2, 1, kTemperature>;
+    using Few = ForwardTraits<Element, 8, 2, 1, kTemperature, 1, true>;
     if (args.shape.rows > 2 * limits.multiprocessors) return launch<Many>(args, 1, stream);
     // Few rows are short of time, not of bandwidth.
     ForwardArgs few = args;

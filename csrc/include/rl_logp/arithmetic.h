@@ -124,17 +124,17 @@ RL_LOGP_HOST_DEVICE inline float multiply(float a, float b) {
 #endif
 }
 
-// a * b, where a subnormal operand or result is 0.
+// a * b, where a subnormal operand or result is 0 of its sign.
 RL_LOGP_HOST_DEVICE inline float multiply_flushed(float a, float b) {
 #ifdef __CUDA_ARCH__
   float result;
   asm("mul.rn.ftz.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
   return result;
 #else
-  constexpr float kSmallestNormal = 1.17549435e-38f;
-  if (std::fabs(a) < kSmallestNormal || std::fabs(b) < kSmallestNormal) return 0.0f;
-  const float result = a * b;
-  return std::fabs(result) < kSmallestNormal ? 0.0f : result;
+  const auto flushed = [](float value) {
+    return std::fabs(value) < 1.17549435e-38f ? std::copysign(0.0f, value) : value;
+  };
+  return flushed(flushed(a) * flushed(b));
 #endif
 }
 
@@ -201,8 +201,9 @@ RL_LOGP_HOST_DEVICE inline float divide(float x, float divisor) {
 //
 // With the reciprocal in two parts, high + low, fma(x, high, x * low) is less than an ulp off, and
 // one correction by its remainder makes it the rounded quotient (Markstein, IBM J. Res. Dev. 34,
-// 1990; Brisebarre, Muller and Raina, IEEE Trans. Comput. 53, 2004). Where the quotient is
-// subnormal it may be off, which no exponential sees.
+// 1990; Brisebarre, Muller and Raina, IEEE Trans. Comput. 53, 2004). Where the quotient is below
+// 2^-100 its remainder may be too small for fp32, and it may be off: no exponential sees that, but
+// a comparison does.
 struct Divisor {
   float value = 1.0f, high = 1.0f, low = 0.0f;
   bool fast = true;  // otherwise the remainders may leave the range of fp32
@@ -219,8 +220,9 @@ struct Divisor {
     return temperature > 1.0f / 1048576.0f && temperature < 1048576.0f;
   }
 
-  // The rounded quotient, but for about one x in 2^24, where it is the other neighbour. In both, x
-  // must be within kSmallestDividend and its negative.
+  // The rounded quotient; or its neighbour, for the few x whose quotient is as near to halfway
+  // between two fp32 numbers as a quotient by `value` can be. In both, x must be within
+  // kSmallestDividend and its negative.
   RL_LOGP_HOST_DEVICE RL_LOGP_FORCEINLINE float near_quotient(float x) const {
     return fused_multiply_add(x, high, multiply(x, low));
   }

@@ -167,15 +167,19 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
       divisor = Divisor(args.inputs.temperature_of(args.shape, row));
     }
     float target_logit = 0.0f;
-    PartialRow part;
-    with_constant<Traits::kElementsPerChunk>(misalignment_of(logits), [&](auto shift) {
-      part = sum_of_tiles<Traits, decltype(shift)::value>(
-          stages[warp], logits, args.vocab_size, blocks.rank * Traits::kWarps + warp,
-          blocks.count * Traits::kWarps, args.early, skip, finishes && !ignored ? target : -1,
-          divisor, target_logit);
-    });
-    part = warp_row(part);
-    if (lane == 0) partial[warp] = part;
+    if (Traits::kRehearses && warp == Traits::kWarps) {
+      rehearse_finish<Element, Traits::kTemperature>();
+    } else {
+      PartialRow part;
+      with_constant<Traits::kElementsPerChunk>(misalignment_of(logits), [&](auto shift) {
+        part = sum_of_tiles<Traits, decltype(shift)::value>(
+            stages[warp], logits, args.vocab_size, blocks.rank * Traits::kWarps + warp,
+            blocks.count * Traits::kWarps, args.early, skip, finishes && !ignored ? target : -1,
+            divisor, target_logit);
+      });
+      part = warp_row(part);
+      if (lane == 0) partial[warp] = part;
+    }
     blocks.sync();
     if (blocks.rank == 0 && warp == 0) {
       PartialRow total;
@@ -186,7 +190,14 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
         if (is_before(other.largest, total.largest)) total.largest = other.largest;
       }
       total = warp_row(total);
-      const LogSumExp result = finish_row<Traits>(total, logits, args.vocab_size, divisor);
+      LogSumExp result;
+      if constexpr (Traits::kRehearses) {
+        result = finish_row_in_one_place<Element, Traits::kTemperature>(
+            total, logits, args.vocab_size, divisor.value);
+      } else {
+        result = finish_row<Element, Traits::kTemperature>(
+            total, logits, args.vocab_size, divisor.value);
+      }
       if (lane == 0) {
         const float y = Traits::kTemperature ? divide(target_logit, divisor.value) : target_logit;
         args.lse[row] = skip ? 0.0 : result.lse();

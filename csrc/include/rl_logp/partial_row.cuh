@@ -92,19 +92,19 @@ __device__ __forceinline__ ExactSum warp_term(float y, float largest) {
   return term;
 }
 
-// The log-sum-exp of a row, by one warp, in its first lane. The largest group is read again, for
-// double precision: the first 16 lanes hold its columns, the next one holds the rest of the row.
-template <class Traits>
-__device__ __forceinline__ LogSumExp finish_row(
-    const PartialRow& row, const typename Traits::Element* logits, int64_t vocab_size,
-    const Divisor& divisor) {
+// The log-sum-exp of a row whose parts the lanes of one warp hold, in the first lane. The largest
+// group is read again, for double precision: the first 16 lanes hold its columns, the next one
+// holds the rest of the row. A function of its own, so that it can be rehearsed.
+template <class Element, bool kTemperature>
+__device__ __noinline__ LogSumExp
+finish_row(PartialRow row, const Element* logits, int64_t vocab_size, float temperature) {
   const int lane = threadIdx.x % kWarpSize;
   const float largest = row.largest.largest;
   const int64_t column = static_cast<int64_t>(row.largest.group) * kGroup + lane;
   float y = -kInfinity;
   if (lane < kGroup && column < vocab_size) {
-    y = ElementTraits<typename Traits::Element>::to_float(logits[column]);
-    if constexpr (Traits::kTemperature) y = divide(y, divisor.value);
+    y = ElementTraits<Element>::to_float(logits[column]);
+    if constexpr (kTemperature) y = divide(y, temperature);
   }
   const int at = __ffs(__ballot_sync(kFullWarp, y == largest)) - 1;
   ExactSum rest = row.sum;
@@ -123,6 +123,24 @@ __device__ __forceinline__ LogSumExp finish_row(
     others += __shfl_xor_sync(kFullWarp, others, offset);
   }
   return log_sum_exp(rest, largest, others, __shfl_sync(kFullWarp, power, kGroup));
+}
+
+// The same, as a function that is in one place, so that it can be rehearsed.
+template <class Element, bool kTemperature>
+__device__ __noinline__ LogSumExp finish_row_in_one_place(
+    PartialRow row, const Element* logits, int64_t vocab_size, float temperature) {
+  return finish_row<Element, kTemperature>(row, logits, vocab_size, temperature);
+}
+
+// Runs it on a row of nothing. A cold launch waits for its instructions as long as for its
+// data; a warp with nothing else to do brings those of the end while the others are at the start.
+template <class Element, bool kTemperature>
+__device__ __forceinline__ void rehearse_finish() {
+  PartialRow nothing;
+  nothing.sum.top = 0;
+  nothing.largest.largest = 0.0f;
+  const auto result = finish_row_in_one_place<Element, kTemperature>(nothing, nullptr, 0, 1.0f);
+  asm volatile("" ::"d"(result.largest), "d"(result.log_rest));
 }
 
 }  // namespace rl_logp

@@ -25,10 +25,10 @@ struct RowStrides {
   int64_t stride[kMaxLeadingDims];
 };
 
-// A row's offset over several leading dimensions. Rare, and 64-bit divisions are long: out of line.
-RL_LOGP_HOST_DEVICE RL_LOGP_NOINLINE inline int64_t offset_of_dims(
+RL_LOGP_HOST_DEVICE inline int64_t offset_of(
     const RowShape& shape, int64_t row, const RowStrides& strides) {
   int64_t offset = 0;
+#pragma unroll 1
   for (int dim = shape.dims - 1; dim > 0; --dim) {
     offset += row % shape.size[dim] * strides.stride[dim];
     row /= shape.size[dim];
@@ -36,27 +36,17 @@ RL_LOGP_HOST_DEVICE RL_LOGP_NOINLINE inline int64_t offset_of_dims(
   return offset + row * strides.stride[0];
 }
 
-RL_LOGP_HOST_DEVICE RL_LOGP_FORCEINLINE int64_t
-offset_of(const RowShape& shape, int64_t row, const RowStrides& strides) {
-  return shape.dims > 1 ? offset_of_dims(shape, row, strides) : row * strides.stride[0];
-}
-
 // The order in which blocks take rows, in `passes`: 0, passes, 2 * passes, ..., then 1, passes + 1,
 // ... Rows that are an odd number of bytes apart have the same alignment when they are 8 rows
 // apart, and blocks that run at the same time then run the same code.
-RL_LOGP_HOST_DEVICE RL_LOGP_NOINLINE inline int64_t row_of_passes(
-    int64_t index, int64_t rows, int passes) {
+RL_LOGP_HOST_DEVICE inline int64_t row_in_order(int64_t index, int64_t rows, int passes) {
+  if (passes == 1) return index;
   const int64_t whole = rows / passes, longer = rows % passes;  // `longer` passes have one row more
   if (index < longer * (whole + 1)) {
     return index % (whole + 1) * passes + index / (whole + 1);
   }
   index -= longer * (whole + 1);
   return index % whole * passes + index / whole + longer;
-}
-
-RL_LOGP_HOST_DEVICE RL_LOGP_FORCEINLINE int64_t
-row_in_order(int64_t index, int64_t rows, int passes) {
-  return passes == 1 ? index : row_of_passes(index, rows, passes);
 }
 
 // Elements between the last 16-byte boundary and an address.

@@ -11,15 +11,16 @@ constexpr int kWarpSize = 32;
 
 template <
     class Element_, int kWarps_, int kStages_, int kGroupsPerLane_, bool kTemperature_,
-    int kMinBlocks_ = 1>
+    int kMinBlocks_ = 1, bool kRehearses_ = false>
 struct ForwardTraits {
   using Element = Element_;
   static constexpr int kWarps = kWarps_;
   static constexpr int kStages = kStages_;                // tiles in flight a warp
   static constexpr int kGroupsPerLane = kGroupsPerLane_;  // of a tile
   static constexpr bool kTemperature = kTemperature_;
-  static constexpr int kMinBlocks = kMinBlocks_;  // on a multiprocessor, which caps registers
-  static constexpr int kThreads = kWarps * kWarpSize;
+  static constexpr int kMinBlocks = kMinBlocks_;   // on a multiprocessor, which caps registers
+  static constexpr bool kRehearses = kRehearses_;  // with a warp of its own
+  static constexpr int kThreads = (kWarps + kRehearses) * kWarpSize;
   static constexpr int kElementsPerChunk = kChunkBytes / sizeof(Element);
   static constexpr int kChunksPerGroup = kGroup / kElementsPerChunk;
   static constexpr int kWordsPerGroup = kChunksPerGroup * kChunkBytes / 4;

@@ -33,7 +33,7 @@ PROMPTS, GROUP, MINIBATCHES = 64, 8, 4  # a step: 64 problems, 8 answers each, 4
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 TEMPERATURE = 0.8
 WARM_REWARD = 0.3
-CLEAR_RISE = 0.2
+CLEAR_RISE = 0.15
 COST_ROWS = {"cpu": 1024, "cuda": 2048}
 
 
@@ -85,12 +85,11 @@ def update(model: ByteLM, optimizer: torch.optim.Optimizer, loss: Tensor) -> Non
     optimizer.step()
 
 
-def warm_up(model: ByteLM, train: Tensor, steps: int, backend: str, temperature: Tensor) -> None:
+def warm_up(model: ByteLM, train: Tensor, steps: int, temperature: Tensor) -> None:
     """Supervised steps, at most ``steps``, until the model is right about a third of the time.
 
     GRPO learns from groups that hold both right and wrong answers: it needs a start, and room.
     """
-    loss_fn = torch.compile(warmup_loss, fullgraph=True, backend=backend)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     progress = tqdm(range(steps), desc=f"warm-up (to reward {WARM_REWARD})", unit="step")
     for step in progress:
@@ -99,7 +98,7 @@ def warm_up(model: ByteLM, train: Tensor, steps: int, backend: str, temperature:
             break
         target = answers(pairs)
         tokens = torch.cat([prompts(pairs), target.clamp(min=0)], dim=1)
-        loss = loss_fn(model, tokens, target)
+        loss = warmup_loss(model, tokens, target)
         update(model, optimizer, loss)
         progress.set_postfix(loss=f"{loss.item():.3f}")
 
@@ -186,7 +185,7 @@ def main() -> int:
         f" {backend}; fused_logp is served by the {path.path} path: {path.reason}"
     )
 
-    warm_up(model, train, 500, backend, temperature)
+    warm_up(model, train, 500, temperature)
     before = evaluate(model, held_out, temperature)
     bits = Bits(temperature, backend)
     curve = train_grpo(model, train, steps, backend, temperature, bits)
@@ -195,14 +194,17 @@ def main() -> int:
     report.reward_table(before, after, len(held_out))
     report.bits_table(bits)
     report.cost_table(args.device, COST_ROWS[args.device] // (2 if args.quick else 1))
+    if path.path == "chunked":
+        print("The chunked path bounds memory; speed is the business of the kernels.")
     report.reward_curve(args.output, curve, before, after)
     print(f"\nreward curve: {args.output}")
 
     failures = []
     if after - before < clear_rise:
         failures.append(f"expected the reward to rise by {clear_rise}, got {after - before:+.3f}")
-    if any(count.differing for count in bits.op.values()):
-        failures.append(f"expected 0 tokens to differ for fused_logp, got {dict(bits.op)}")
+    for layout, count in bits.op.items():
+        if count.differing:
+            failures.append(f"{layout}: expected 0 tokens to differ, got {count.differing}")
     for failure in failures:
         print(f"FAILED: {failure}", file=sys.stderr)
     return 1 if failures else 0

@@ -19,9 +19,14 @@ ROW_ELEMENTS = 16
 
 
 def default_chunk_rows(vocab_size: int, dtype: torch.dtype) -> int:
-    """Rows a chunk may have, so that its temporaries stay within WORKSPACE_ELEMENTS."""
+    """Rows a chunk may have, so that its temporaries stay within WORKSPACE_ELEMENTS.
+
+    A multiple of 4 where it can be: torch's CUDA kernels sum a long row in an order that depends on
+    its alignment, which such chunks keep.
+    """
     buffers = 4 if dtype == torch.float64 else 2
-    return max(1, WORKSPACE_ELEMENTS // (buffers * (vocab_size + ROW_ELEMENTS)))
+    rows = max(1, WORKSPACE_ELEMENTS // (buffers * (vocab_size + ROW_ELEMENTS)))
+    return rows - rows % 4 if rows >= 4 else rows
 
 
 def row_chunks(shape: tuple[int, ...], chunk_rows: int) -> Iterator[tuple]:

@@ -93,13 +93,18 @@ def correctly_rounded_percent(actual: Tensor, exact: Tensor) -> float:
 
 
 def assert_as_accurate(
-    actual: Tensor, torch_result: Tensor, exact: Tensor, what: str = "values"
+    actual: Tensor,
+    torch_result: Tensor,
+    exact: Tensor,
+    what: str = "values",
+    roundings: int = 1,
 ) -> None:
     """Raises AssertionError unless ``actual`` is as accurate as torch, both against fp64.
 
     The same infinities and NaNs as torch, and elsewhere a largest error of at most torch's own plus
     a tiny term: half a unit in the last place, in ``actual``'s dtype, of the largest value, but not
-    less than one in fp32 of it or of 1.
+    less than one in fp32 of it or of 1; that times ``roundings``, for a formula that rounds more
+    often than torch's.
     """
     if not actual.shape == torch_result.shape == exact.shape:
         raise AssertionError(
@@ -118,16 +123,17 @@ def assert_as_accurate(
         return
     largest = exact[finite].abs().max().item()
     half_ulp = torch.finfo(actual.dtype).eps / 2
-    tiny = max(largest * half_ulp, max(largest, 1) * torch.finfo(torch.float32).eps)
+    tiny = max(largest * half_ulp, max(largest, 1) * torch.finfo(torch.float32).eps) * roundings
     error = torch.where(finite, (ours - exact).abs(), 0)
     allowed = torch.where(finite, (theirs - exact).abs(), 0).max().item() + tiny
     if error.max().item() <= allowed:
         return
     where = _first(error == error.max())
     assert where is not None
+    terms = "one rounding" if roundings == 1 else f"{roundings} roundings"
     raise AssertionError(
-        f"{what}: error {error[where].item():.3e} at {where}, where torch's largest plus one"
-        f" rounding is {allowed:.3e}: got {ours[where].item()!r}, exact {exact[where].item()!r}"
+        f"{what}: error {error[where].item():.3e} at {where}, where torch's largest plus {terms} is"
+        f" {allowed:.3e}: got {ours[where].item()!r}, exact {exact[where].item()!r}"
     )
 
 

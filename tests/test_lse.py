@@ -34,7 +34,10 @@ def test_the_gradients_of_logp_and_lse_add_up(device: str, dtype: torch.dtype) -
     by_torch = torch.autograd.grad(
         [logp, torch.logsumexp(y, -1)], leaf, [g, case.grad_lse.float()]
     )[0]
-    assert_as_accurate(call(*case).dlogits, by_torch.to(dtype), exact(case).dlogits, "dlogits")
+    # The two gradients are one product, one sum and one quotient here.
+    assert_as_accurate(
+        call(*case).dlogits, by_torch.to(dtype), exact(case).dlogits, "dlogits", roundings=2
+    )
 
 
 def test_lse_alone_can_be_differentiated(device: str) -> None:

@@ -1,6 +1,6 @@
 """GRPO on a small byte-level transformer, with rl_logp.fused_logp in a compiled loss.
 
-    python examples/grpo.py            # on a quiet machine with two cores, about a minute
+    python examples/grpo.py            # on a CPU, about 70 s of processor time
 
 1. A transformer is warmed up, supervised, until it can add two numbers some of the time.
 2. GRPO: sample a group of answers to each problem, reward those that are right, and raise the

@@ -1,5 +1,7 @@
 """Seeded inputs, and one call of the op with everything it computes."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple, Optional
 
 import torch
@@ -56,6 +58,20 @@ def sample(
     return Sample(logits.to(device), *per_row)
 
 
+@contextmanager
+def no_host_sync(device: torch.device) -> Iterator[None]:
+    """On CUDA, whatever makes the host wait for the device is an error."""
+    if device.type != "cuda":
+        yield
+        return
+    previous = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(previous)
+
+
 def call(
     logits: Tensor,
     target: Tensor,
@@ -63,15 +79,19 @@ def call(
     grad_logp: Optional[Tensor] = None,
     grad_lse: Optional[Tensor] = None,
 ) -> Result:
-    """logp, lse and dlogits through autograd; the upstream gradient of logp is 1 unless given."""
+    """logp, lse and dlogits through autograd; the upstream gradient of logp is 1 unless given.
+
+    No test's call may make the host wait for a CUDA device.
+    """
     leaf = logits.detach().requires_grad_()
-    logp, lse = rl_logp.fused_logp(
-        leaf, target, temperature=1.0 if temperature is None else temperature, return_lse=True
-    )
-    outputs, grads = [logp], [torch.ones_like(logp) if grad_logp is None else grad_logp]
-    if grad_lse is not None:
-        outputs, grads = [logp, lse], [grads[0], grad_lse]
-    (dlogits,) = torch.autograd.grad(outputs, leaf, grads)
+    with no_host_sync(logits.device):
+        logp, lse = rl_logp.fused_logp(
+            leaf, target, temperature=1.0 if temperature is None else temperature, return_lse=True
+        )
+        outputs, grads = [logp], [torch.ones_like(logp) if grad_logp is None else grad_logp]
+        if grad_lse is not None:
+            outputs, grads = [logp, lse], [grads[0], grad_lse]
+        (dlogits,) = torch.autograd.grad(outputs, leaf, grads)
     return Result(logp.detach(), lse.detach(), dlogits)
 
 

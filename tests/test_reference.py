@@ -62,6 +62,7 @@ def test_y_is_rounded_once_to_fp32() -> None:
     logits, temperature = torch.tensor([30.0, 29.75]), torch.tensor(0.7)
     y = scaled(logits, temperature)
     assert y.dtype == torch.float64
+    assert torch.equal(y.float().double(), y), "more digits than fp32 has"
     for x, rounded in zip(logits.tolist(), y.tolist(), strict=True):
         quotient = Fraction(x) / Fraction(temperature.item())
         neighbours = [

@@ -1,15 +1,20 @@
 """Every kernel on small inputs, for `make sanitize`: compute-sanitizer runs this file.
 
-No pytest and few launches, for the tools slow each of them down. Tensors are made on the CPU and
-copied, so that the launches are the project's own, and each has an allocation of its own, so that a
-read past its end is one past the end of the allocation.
+No pytest, and few launches: the tools slow each of them down. All tensors are made on the CPU and
+copied, so that torch launches nothing: initcheck then sees the project's kernels alone. It sees
+what they leave unwritten, too, when the results are copied back. Every tensor is an allocation of
+its own, so that a read past a tensor's end is one past the end of an allocation.
 """
 
 import os
-
-os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # before torch is imported
-
+import sys
 from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple, Optional
+
+os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # is read at the first allocation
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from torch import Tensor
@@ -17,53 +22,134 @@ from torch import Tensor
 import rl_logp
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-FEW, MANY = (
-    5,
-    270,
-)  # rows: clusters and 8 warps a row, or a block of 4 warps (264 on 132 processors)
+OPS = torch.ops.rl_logp
 
 
-def layouts(rows: int, vocab_size: int, dtype: torch.dtype) -> Iterator[Tensor]:
-    """Logits that are contiguous, start an odd number of elements on, and have a padded stride."""
-    logits = 3 * torch.randn(rows, vocab_size)
-    logits[::7, 1:] = -torch.inf
-    logits[1::7] *= 1e5 if dtype != torch.float16 else 1e3  # beyond the fast arithmetic
-    yield logits.to(dtype).cuda()
-    for before in (1, 6):
-        base = torch.zeros(before + rows * vocab_size, dtype=dtype)
-        base[before:] = logits.to(dtype).flatten()
-        yield base.cuda()[before:].view(rows, vocab_size)
-    base = torch.zeros(rows, vocab_size + 5, dtype=dtype)
-    base[:, :vocab_size] = logits.to(dtype)
-    yield base.cuda()[:, :vocab_size]
+class Place(NamedTuple):
+    """Where a matrix lies in its allocation, in elements."""
+
+    before: int = 0
+    gap: int = 0  # between rows
+    after: int = 0
 
 
-def run(logits: Tensor, temperature: bool, target_dtype: torch.dtype) -> None:
-    rows, vocab_size = logits.shape
-    target = (torch.arange(rows) * 7 % (vocab_size + 2) - 1).to(target_dtype)  # some ignored
-    grad_logp = torch.randn(rows)
-    grad_logp[::3] = 0
-    divisor = torch.linspace(0.5, 2.0, rows).cuda() if temperature else None
-    target, grad_logp = target.cuda(), grad_logp.cuda()
-    for all_rows in (False, True):
-        logp, lse = torch.ops.rl_logp.fused_logp_forward(logits, target, divisor, all_rows)
-    grad_lse = torch.randn(rows, dtype=torch.float64).cuda()
-    for grad in (None, grad_lse):
-        torch.ops.rl_logp.fused_logp_backward(
-            grad_logp, grad, logits, target, divisor, lse, 0, vocab_size
+class Case(NamedTuple):
+    rows: int
+    columns: int
+    logits: Place = Place()
+    dlogits: Place = Place()
+
+
+def cases() -> Iterator[tuple[str, Case]]:
+    """Shapes for every launch of csrc/cuda/*.cu. Odd rows bring every alignment."""
+    processors = torch.cuda.get_device_properties("cuda").multi_processor_count
+    many = 4 * processors + 2  # rows, for the forward and the backward
+    yield "a row over 8 blocks", Case(2, 64 * 512 + 5)
+    yield "a row over 4 blocks", Case(processors // 3, 32 * 512 + 3)
+    yield "a row over 2 blocks", Case(2, 16 * 512)
+    yield "few rows", Case(9, 1031)
+    yield "many rows", Case(many, 523)
+    yield "many tiles", Case(processors + 1, 4 * 4096 + 1)
+    yield "rows shorter than a group", Case(many, 7)
+    yield "rows of one column", Case(many, 1)
+    yield "more rows than a grid has", Case(65537, 1)
+    yield "strided, aligned", Case(many, 520, Place(gap=8), Place(gap=16))
+    yield "logits misaligned", Case(9, 1040, Place(before=3, gap=8), Place())
+    yield "gradient misaligned", Case(9, 1040, Place(), Place(before=5, gap=8, after=1))
+    yield "both, not alike", Case(many, 520, Place(1, 9, 2), Place(before=6, gap=3))
+
+
+def placed(values: Tensor, place: Place) -> Tensor:
+    """The matrix on the GPU, at its place in an allocation that is full of zeros otherwise."""
+    rows, columns = values.shape
+    stride = columns + place.gap
+    size = place.before + (rows - 1) * stride + columns + place.after
+    base = torch.zeros(size, dtype=values.dtype)
+    at = (values.shape, (stride, 1), place.before)
+    base.as_strided(*at).copy_(values)
+    return base.cuda().as_strided(*at)
+
+
+def logits_of(case: Case, dtype: torch.dtype) -> Tensor:
+    """Rows of every kind: plain, masked, beyond the fast arithmetic, infinite and NaN."""
+    values = 4 * torch.randn(case.rows, case.columns)
+    values[1::8, 1:] = -torch.inf
+    values[2::8] *= 2000
+    values[3::8] *= 2.0**30
+    values[4::16, 0] = torch.nan
+    values[12::16, 0] = torch.inf
+    return placed(values.to(dtype), case.logits)
+
+
+def launch(case: Case, dtype: torch.dtype, divisor: Optional[Tensor], flip: bool) -> int:
+    """A forward and a backward, or two of each where rows are few. Returns how many launches."""
+    logits = logits_of(case, dtype)
+    target = torch.arange(case.rows) * 7 % (case.columns + 2) - 1  # some are ignored
+    target = target.to(torch.int64 if flip else torch.int32).cuda()
+    grad_logp = torch.randn(case.rows)
+    grad_lse = torch.randn(case.rows, dtype=torch.float64)
+    for grad in (grad_logp, grad_lse):
+        grad[::3] = 0
+    grads = [(grad_logp.cuda(), grad_lse.cuda()), (grad_logp.cuda(), None)]
+    ways = (False, True) if case.rows < 100 else (flip,)
+    for all_rows in ways:
+        logp = torch.empty(case.rows, device="cuda")
+        lse = torch.empty(case.rows, dtype=torch.float64, device="cuda")
+        OPS._fused_logp_forward_out(logits, target, divisor, all_rows, logp, lse)
+        dlogits = gradient_buffer(case, dtype)
+        OPS._fused_logp_backward_out(
+            *grads[all_rows], logits, target, divisor, lse, 0, case.columns, dlogits
         )
-    logp.cpu()
+        assert bool((logp.cpu()[target.cpu() < 0] == 0).all())
+        lse.cpu()
+        assert bool((whole(dlogits)[::3] == 0).all())
+    return 2 * len(ways)
+
+
+def gradient_buffer(case: Case, dtype: torch.dtype) -> Tensor:
+    """Not written yet, where nothing lies between its rows: initcheck sees what remains so."""
+    if case.dlogits == Place():
+        return torch.empty(case.rows, case.columns, dtype=dtype, device="cuda")
+    return placed(torch.full((case.rows, case.columns), torch.nan, dtype=dtype), case.dlogits)
+
+
+def whole(matrix: Tensor) -> Tensor:
+    """A copy on the CPU of all its allocation, which needs no kernel; then the matrix in it."""
+    at = (matrix.shape, matrix.stride(), matrix.storage_offset())
+    size = matrix.untyped_storage().nbytes() // matrix.element_size()
+    return matrix.as_strided((size,), (1,), 0).cpu().as_strided(*at)
+
+
+def temperatures(rows: int) -> Tensor:
+    """One a row, the last beyond what the fast division takes."""
+    temperature = torch.linspace(0.5, 2.0, rows)
+    temperature[-1] = 2.0**-30
+    return temperature.cuda()
+
+
+def shard(dtype: torch.dtype) -> int:
+    """Columns 16 to 64 of 80, whose target may lie elsewhere."""
+    logits = placed(torch.randn(9, 48).to(dtype), Place(before=16, gap=32, after=16))
+    dlogits = torch.empty(9, 48, dtype=dtype, device="cuda")
+    target = (torch.arange(9) * 11).cuda()
+    grad, lse = torch.randn(9).cuda(), torch.full((9,), 5.0, dtype=torch.float64).cuda()
+    OPS._fused_logp_backward_out(grad, None, logits, target, None, lse, 16, 80, dlogits)
+    assert bool(dlogits.cpu().isfinite().all())
+    return 1
 
 
 def main() -> None:
     torch.manual_seed(0)
     rl_logp.require_kernel("cuda", torch.bfloat16)
     launches = 0
-    for dtype in DTYPES:
-        for rows, vocab_size in ((FEW, 7), (FEW, 9001), (MANY, 130), (MANY, 1027)):
-            for index, logits in enumerate(layouts(rows, vocab_size, dtype)):
-                run(logits, index % 2 == 0, (torch.int32, torch.int64)[index // 2])
-                launches += 4
+    for name, case in cases():
+        print(name, flush=True)
+        for index, (dtype, divided) in enumerate(product(DTYPES, (False, True))):
+            divisor = temperatures(case.rows) if divided else None
+            launches += launch(case, dtype, divisor, flip=(index + index // 2) % 2 == 1)
+            if case.rows > 65535:
+                break  # the loop over rows is the same for all, and blocks are slow under a tool
+    launches += sum(shard(dtype) for dtype in DTYPES)
     print(f"{launches} launches")
 
 

@@ -29,7 +29,7 @@ def speed(of: Figures, path: Path) -> None:
             axes.bar(at, min(length, CAP), width * 0.9, color=colour)
             text = f"{length:.2f}" if length < 10 else f"{length:.1f}"
             axes.annotate(
-                text if row else "fails",
+                text if row else "no figure",
                 (at, min(length, CAP)),
                 rotation=90,
                 textcoords="offset points",

@@ -3,12 +3,15 @@
 import os
 import shutil
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Optional
 
 import pytest
 import torch
+import torch._functorch.config
+import torch._inductor.config
 from torch import Tensor
 
 import rl_logp
@@ -16,13 +19,31 @@ from rl_logp.testing import assert_bitwise_equal
 
 OP = torch.ops.rl_logp
 
+HAS_COMPILER = (
+    any(map(shutil.which, (os.environ.get("CXX", ""), "g++", "clang++")))
+    and (Path(sysconfig.get_path("include")) / "Python.h").exists()
+)
 needs_compiler = pytest.mark.skipif(
-    not any(map(shutil.which, (os.environ.get("CXX", ""), "g++", "clang++")))
-    or not (Path(sysconfig.get_path("include")) / "Python.h").exists(),
-    reason="inductor needs a C++ compiler and Python's headers",
+    not HAS_COMPILER, reason="inductor needs a C++ compiler and Python's headers"
 )
 INDUCTOR = pytest.param("inductor", marks=needs_compiler)
 BACKENDS = ["aot_eager", INDUCTOR]
+
+
+@contextmanager
+def fresh_compiler() -> Iterator[None]:
+    """Nothing compiled, and no count of recompilations, comes from elsewhere or an earlier run.
+
+    Torch keeps graphs on disk, by a key that knows nothing of how the op is registered: they would
+    hide what a change of it does. Only compiled C++ is kept, by its text.
+    """
+    torch._dynamo.reset()
+    with (
+        torch._functorch.config.patch(enable_autograd_cache=False),
+        torch._inductor.config.patch(fx_graph_cache=False),
+    ):
+        yield
+    torch._dynamo.reset()
 
 
 def inputs(
@@ -76,7 +97,9 @@ class LanguageModel(torch.nn.Module):
     def __init__(self, vocab_size: int = 64, width: int = 32, **options: Any) -> None:
         super().__init__()
         self.embedding = torch.nn.Embedding(vocab_size, width)
-        self.body = torch.nn.Sequential(torch.nn.Linear(width, width, bias=False), torch.nn.ReLU())
+        self.body: torch.nn.Module = torch.nn.Sequential(
+            torch.nn.Linear(width, width, bias=False), torch.nn.ReLU()
+        )
         self.head = torch.nn.Linear(width, vocab_size, bias=False)
         self.logp = rl_logp.FusedLogp(**options)
 

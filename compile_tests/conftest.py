@@ -4,8 +4,8 @@ import logging
 
 import pytest
 import torch
-import torch._functorch.config
-import torch._inductor.config
+
+from compile_tests.common import fresh_compiler
 
 # pytest listens to every logger that does not propagate, and torch, once anyone listens to this
 # one, writes a trace of each compilation to it.
@@ -30,17 +30,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(autouse=True)
 def _fresh_compiler():
-    """Nothing compiled, and no count of recompilations, comes from another test or an earlier run.
-
-    Torch keeps graphs on disk, by a key that knows nothing of how the op is registered: they would
-    hide what a change of it does. Only compiled C++ is kept, by its text.
-    """
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    torch._dynamo.reset()
-    with (
-        torch._functorch.config.patch(enable_autograd_cache=False),
-        torch._inductor.config.patch(fx_graph_cache=False),
-    ):
+    with fresh_compiler():
         yield
-    torch._dynamo.reset()

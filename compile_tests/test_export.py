@@ -86,7 +86,7 @@ def test_compiled_ahead_of_time(tmp_path: Path):
     loaded = torch._inductor.aoti_load_package(compiled)
     with torch.no_grad():
         for batch in (2, 3, 17):
-            arguments = _arguments(batch, "cpu")
+            arguments = _arguments(batch)
             assert_same_bits(tuple(loaded(*arguments)), model(*arguments), f"at batch {batch}")
 
 

@@ -124,6 +124,11 @@ RL_LOGP_HOST_DEVICE inline float multiply(float a, float b) {
 #endif
 }
 
+// The value, or 0 of its sign where it is subnormal.
+RL_LOGP_HOST_DEVICE inline float flushed(float value) {
+  return std::fabs(value) < 1.17549435e-38f ? std::copysign(0.0f, value) : value;
+}
+
 // a * b, where a subnormal operand or result is 0 of its sign.
 RL_LOGP_HOST_DEVICE inline float multiply_flushed(float a, float b) {
 #ifdef __CUDA_ARCH__
@@ -131,9 +136,6 @@ RL_LOGP_HOST_DEVICE inline float multiply_flushed(float a, float b) {
   asm("mul.rn.ftz.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
   return result;
 #else
-  const auto flushed = [](float value) {
-    return std::fabs(value) < 1.17549435e-38f ? std::copysign(0.0f, value) : value;
-  };
   return flushed(flushed(a) * flushed(b));
 #endif
 }
@@ -155,8 +157,7 @@ RL_LOGP_HOST_DEVICE inline float exp2_approx(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
   return result;
 #else
-  const float result = std::exp2(x);
-  return result < 1.17549435e-38f ? 0.0f : result;
+  return flushed(std::exp2(x));
 #endif
 }
 

@@ -1,0 +1,233 @@
+// The softmax of the backward, against long double.
+#include <vector>
+
+#include "check.h"
+#include "rl_logp/softmax.h"
+
+namespace {
+
+using namespace rl_logp;
+using host_test::kExp2Error;
+using host_test::kRounding;
+using host_test::Random;
+using host_test::same_bits;
+
+constexpr float kSmallestNormal = 0x1p-126f;
+// exp2, the product, and the argument: at most 1, rounded as it is split, less the fraction
+// (rounded when the row was prepared) and with the tail; a relative error is ln(2) times that.
+constexpr long double kProductError = kExp2Error + kRounding * (1 + 0.7L * 3);
+
+float random_sign(Random& random) { return random.chance(0.5) ? 1.0f : -1.0f; }
+
+long double exact_product(float y, double lse, float factor) {
+  return factor * std::exp(static_cast<long double>(y) - lse);
+}
+
+// |actual - exact| <= error * |exact|, where what is below 2^-125 may be 0 (a power of two makes
+// the factor subnormal, and exp2 up to 2 comes after it), and 0 has the factor's sign.
+void check_product(
+    float actual, long double exact, long double error, float y, double lse, float factor) {
+  const long double size = std::fabs(exact);
+  const bool close = std::fabs(actual - exact) <= error * size;
+  const bool flushed = actual == 0 && size < 2 * kSmallestNormal;
+  CHECK(close || flushed, "%a for %La: factor %a, y %a, lse %a", actual, exact, factor, y, lse);
+  CHECK(
+      std::signbit(actual) == std::signbit(factor), "%a: factor %a, y %a, lse %a", actual, factor,
+      y, lse);
+}
+
+void fast_products() {
+  Random random;
+  for (int round = 0; round < 20000; ++round) {
+    const double spread = std::exp2(random.uniform(0, 20));
+    const double lse = random.uniform(-spread, spread);
+    const float factor = random_sign(random) * random.magnitude(-126, 122);
+    const RowSoftmax softmax(lse, factor, kFastLse);
+    CHECK(softmax.fast, "lse %a, factor %a", lse, factor);
+    for (int i = 0; i < 20; ++i) {
+      const double below = random.chance(0.5) ? random.uniform(0, 20) : random.uniform(0, 200);
+      const float y = static_cast<float>(lse - below);
+      const float actual = softmax.product(y);
+      check_product(actual, exact_product(y, lse, factor), kProductError, y, lse, factor);
+      CHECK(same_bits(softmax.product_of_any(y), actual), "y %a", y);
+    }
+  }
+}
+
+void the_ends_of_the_fast_range() {
+  Random random;
+  const float kFactors[] = {kSmallestNormal, 0x1.fffffep-126f, 1.0f, 0x1.fffffep122f};
+  for (double lse : {std::nextafter(-kFastLse, 0.0), std::nextafter(kFastLse, 0.0), 0.0}) {
+    for (float factor : kFactors) {
+      for (float signed_factor : {factor, -factor}) {
+        const RowSoftmax softmax(lse, signed_factor, kFastLse);
+        CHECK(softmax.fast, "lse %a, factor %a", lse, signed_factor);
+        for (int i = 0; i < 2000; ++i) {
+          const float y = static_cast<float>(lse - random.uniform(0, 250));
+          check_product(
+              softmax.product(y), exact_product(y, lse, signed_factor), kProductError, y, lse,
+              signed_factor);
+        }
+        for (float y : {kSmallestFast, -kInfinity, -0x1.fffffep127f}) {
+          CHECK(same_bits(softmax.product_of_any(y), signed_factor > 0 ? 0.0f : -0.0f), "y %a", y);
+        }
+      }
+    }
+  }
+  for (double lse :
+       {kFastLse, -kFastLse, static_cast<double>(kInfinity), -1e300, static_cast<double>(kNan)}) {
+    CHECK(!RowSoftmax(lse, 1.0f, kFastLse).fast, "lse %a", lse);
+  }
+  for (float factor : {0.0f, -0.0f, 0x1.fffffcp-127f, 0x1p123f, kInfinity, kNan}) {
+    CHECK(!RowSoftmax(0.0, factor, kFastLse).fast, "factor %a", factor);
+  }
+}
+
+// Columns far below lse, and factors that make their products subnormal: exactly 0, never less than
+// nothing and never a number that wrapped around.
+void underflow_to_exactly_zero() {
+  Random random;
+  for (int round = 0; round < 200000; ++round) {
+    const float factor = random_sign(random) * random.magnitude(-126, 122);
+    const double lse = random.uniform(-1000, 1000);
+    const RowSoftmax softmax(lse, factor, kFastLse);
+    // From where factor * exp(y - lse) is 2^-126 to far below.
+    const double edge = (126 + std::log2(std::fabs(factor))) * 0.6931471805599453;
+    const float y = static_cast<float>(lse - edge - random.uniform(-0.5, 0.5));
+    check_product(softmax.product(y), exact_product(y, lse, factor), kProductError, y, lse, factor);
+    const float far = static_cast<float>(lse - edge - 0.01 - std::exp2(random.uniform(-3, 20)));
+    CHECK(
+        softmax.product(far) == 0, "%a: factor %a, y %a, lse %a", softmax.product(far), factor, far,
+        lse);
+  }
+}
+
+// A large lse, or a factor near the ends of fp32. The argument of exp2 is rounded once, and so the
+// error grows with it.
+void slow_rows() {
+  Random random;
+  for (int round = 0; round < 100000; ++round) {
+    const bool large = random.chance(0.5);
+    const double lse =
+        random_sign(random) * (large ? random.uniform(kFastLse, 0x1p29) : random.uniform(0, 100));
+    const float size = large                ? random.magnitude(-20, 20)
+                       : random.chance(0.5) ? random.magnitude(123, 128)
+                                            : random.magnitude(-149, -126);
+    const float factor = random_sign(random) * size;
+    const RowSoftmax softmax(lse, factor, kFastLse);
+    CHECK(!softmax.fast, "lse %a, factor %a", lse, factor);
+    const float y = static_cast<float>(lse - random.uniform(0, 80));
+    const long double log_p = std::fmin(static_cast<long double>(y) - lse, 0.0L);
+    const long double p = std::exp(log_p);  // 0 where it is not a normal number
+    const long double exact = p < kSmallestNormal ? 0 : factor * p;
+    const long double error = kExp2Error + kRounding * (1 - log_p);
+    const float actual = softmax.product_of_any(y);
+    CHECK(
+        std::fabs(actual - exact) <= error * std::fabs(exact) + 0x1p-150L,
+        "%a for %La: factor %a, y %a, lse %a", actual, exact, factor, y, lse);
+    CHECK(softmax.product_of_any(-kInfinity) == 0, "factor %a, lse %a", factor, lse);
+  }
+}
+
+void wide_rows() {
+  Random random;
+  for (int round = 0; round < 100000; ++round) {
+    const float value = random_sign(random) * random.magnitude(29, 128);
+    const double count = static_cast<double>(1 + random.below(200000));
+    const double lse = wide_lse(value, std::log(count));
+    CHECK(wide_lse_value(lse) == value, "%a for %a", wide_lse_value(lse), value);
+    CHECK(
+        std::fabs(wide_lse_log_count(lse) - std::log(count)) <= 0x1p-24, "%a, %.0f", value, count);
+    CHECK(std::fabs(lse) >= kWideLse, "lse %a", lse);
+    const float factor = random_sign(random) * random.magnitude(-20, 20);
+    const RowSoftmax softmax(lse, factor, kFastLse);
+    const float p = softmax.product_of_any(value);
+    const long double error = kExp2Error + kRounding * (1 + 1 + std::log(count));
+    CHECK(
+        std::fabs(p - factor / count) <= error * std::fabs(factor / count),
+        "%a for %a / %.0f, value %a", p, factor, count, value);
+    CHECK(
+        softmax.product_of_any(std::nextafter(value, -kInfinity)) <= 0x1p-40f * std::fabs(factor),
+        "below %a", value);
+    CHECK(softmax.product_of_any(-kInfinity) == 0, "-inf below %a", value);
+    const float at_target = softmax.at_target(value, -factor);
+    const long double exact = factor / count - factor;
+    CHECK(
+        std::fabs(at_target - exact) <=
+            kRounding * (1 + 1) * std::fabs(exact) + kRounding * std::fabs(factor) / count,
+        "%a for %La", at_target, exact);
+  }
+  // The log of a count of 2^34 still fits, and 0.
+  for (double log_count : {0.0, std::log(0x1p34)}) {
+    for (float value : {0x1p29f, -0x1p29f, -0x1.fffffep127f, 0x1.fffffep127f}) {
+      const double lse = wide_lse(value, log_count);
+      CHECK(wide_lse_value(lse) == value, "%a for %a", wide_lse_value(lse), value);
+      CHECK(std::fabs(wide_lse_log_count(lse) - log_count) <= 0x1p-24, "%a", value);
+    }
+  }
+}
+
+void the_target() {
+  Random random;
+  for (int round = 0; round < 200000; ++round) {
+    const double lse = random.uniform(-200, 200);
+    const double below =
+        random.chance(0.5) ? std::exp2(random.uniform(-30, 3)) : random.uniform(0, 90);
+    const float y = static_cast<float>(lse - below);
+    const float factor = random_sign(random) * random.magnitude(-40, 40);
+    const float target_factor = random.chance(0.7) ? -factor : random_sign(random) * factor * 0.3f;
+    const RowSoftmax softmax(lse, factor, kFastLse);
+    const long double log_p = std::fmin(static_cast<long double>(y) - lse, 0.0L);
+    // factor * (p - 1) has no cancellation when p - 1 comes from expm1.
+    const long double exact =
+        factor * std::expm1(log_p) + (static_cast<long double>(target_factor) + factor);
+    const float actual = softmax.at_target(y, target_factor);
+    CHECK(
+        std::fabs(actual - exact) <= kRounding * std::fabs(exact) + 0x1p-51L * std::fabs(factor),
+        "%a for %La: y %a, lse %a, factor %a and %a", actual, exact, y, lse, factor, target_factor);
+  }
+  // A masked target: the one-hot alone. A certain one: exactly nothing.
+  const RowSoftmax softmax(3.0, -2.0f, kFastLse);
+  CHECK(softmax.at_target(-kInfinity, 2.0f) == 2.0f, "%a", softmax.at_target(-kInfinity, 2.0f));
+  CHECK(softmax.at_target(3.0f, 2.0f) == 0.0f, "%a", softmax.at_target(3.0f, 2.0f));
+  // lse is rounded, and y may be above it by that much.
+  CHECK(RowSoftmax(std::nextafter(3.0, 0.0), -2.0f, kFastLse).at_target(3.0f, 2.0f) == 0.0f, "3");
+}
+
+void rows_without_a_finite_lse() {
+  for (double lse :
+       {static_cast<double>(kNan), static_cast<double>(kInfinity),
+        -static_cast<double>(kInfinity)}) {
+    for (float factor : {1.0f, -3.0f, 0.0f, kInfinity}) {
+      const RowSoftmax softmax(lse, factor, kFastLse);
+      for (float y : {0.0f, 1e30f, kInfinity, -kInfinity, kNan}) {
+        CHECK(std::isnan(softmax.product_of_any(y)), "lse %a, factor %a, y %a", lse, factor, y);
+        CHECK(std::isnan(softmax.at_target(y, -factor)), "lse %a, factor %a, y %a", lse, factor, y);
+        CHECK(std::isnan(log_softmax(y, lse)), "lse %a, y %a", lse, y);
+      }
+    }
+  }
+}
+
+void factors_that_are_not_finite() {
+  CHECK(RowSoftmax(0.0, kInfinity, kFastLse).product_of_any(0.0f) == kInfinity, "inf * 1");
+  CHECK(RowSoftmax(0.0, -kInfinity, kFastLse).product_of_any(-1.0f) == -kInfinity, "-inf * p");
+  CHECK(std::isnan(RowSoftmax(0.0, kInfinity, kFastLse).product_of_any(-kInfinity)), "inf * 0");
+  CHECK(std::isnan(RowSoftmax(0.0, kNan, kFastLse).product_of_any(0.0f)), "NaN * 1");
+  CHECK(RowSoftmax(0.0, 0.0f, kFastLse).product_of_any(0.0f) == 0, "0 * 1");
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  return host_test::run_all(
+      argc, argv,
+      {{"fast products", fast_products},
+       {"the ends of the fast range", the_ends_of_the_fast_range},
+       {"underflow to exactly zero", underflow_to_exactly_zero},
+       {"slow rows", slow_rows},
+       {"wide rows", wide_rows},
+       {"the target", the_target},
+       {"rows without a finite lse", rows_without_a_finite_lse},
+       {"factors that are not finite", factors_that_are_not_finite}});
+}

@@ -57,7 +57,8 @@ def fused_logp(
         target: ``[...]``, int32 or int64. A target outside ``[0, V)``, whichever, is ignored: its
             ``logp`` and its row's gradient are exactly 0.
         temperature: a number, or an fp32 tensor, 0-dim or of target's shape, on logits' device;
-            > 0. It gets no gradient.
+            > 0. It gets no gradient. In compiled code a number is a constant of the graph, and a
+            tensor is not.
         return_lse: also return ``logsumexp(y)``, of every row, ignored ones too. It is
             differentiable.
         require_kernel: raise RuntimeError where the chunked fallback would serve the call.

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from calls import DTYPES, call, exact, sample
+from calls import DTYPES, call, exact, kernel_serves, sample
 
 import rl_logp
 from rl_logp.testing import assert_as_accurate, assert_bitwise_equal
@@ -34,9 +34,11 @@ def test_the_gradients_of_logp_and_lse_add_up(device: str, dtype: torch.dtype) -
     by_torch = torch.autograd.grad(
         [logp, torch.logsumexp(y, -1)], leaf, [g, case.grad_lse.float()]
     )[0]
-    # The two gradients are one product, one sum and one quotient here.
+    # The fallback's product, sum and quotient were 5% beyond one rounding on an H200, in fp32.
+    on_cuda = torch.device(device).type == "cuda"
+    roundings = 2 if on_cuda and not kernel_serves(device, dtype) and dtype == torch.float32 else 1
     assert_as_accurate(
-        call(*case).dlogits, by_torch.to(dtype), exact(case).dlogits, "dlogits", roundings=2
+        call(*case).dlogits, by_torch.to(dtype), exact(case).dlogits, "dlogits", roundings
     )
 
 

@@ -7,7 +7,9 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
 LOGITS_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+SHARD_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TARGET_DTYPES = (torch.int32, torch.int64)
+STATE_WORDS = 8
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:
@@ -35,8 +37,13 @@ def _row_tensor(name: str, tensor: Tensor, target: Tensor, logits: Tensor) -> No
     _same_device(name, tensor, logits)
 
 
-def forward(logits: Tensor, target: Tensor, temperature: Optional[Tensor]) -> None:
-    """Raises TypeError or ValueError unless the arguments have the documented form."""
+def forward(
+    logits: Tensor, target: Tensor, temperature: Optional[Tensor], is_shard: bool = False
+) -> None:
+    """Raises TypeError or ValueError unless the arguments have the documented form.
+
+    A shard of a vocabulary may be empty: where ranks outnumber pieces, one is.
+    """
     if logits.dtype not in LOGITS_DTYPES:
         raise TypeError(
             f"fused_logp: expected logits of dtype {_names(LOGITS_DTYPES)},"
@@ -49,7 +56,7 @@ def forward(logits: Tensor, target: Tensor, temperature: Optional[Tensor]) -> No
         )
     if logits.dim() < 1:
         raise ValueError("fused_logp: expected logits of shape (..., V), got a 0-dim tensor")
-    if logits.shape[-1] < 1:
+    if logits.shape[-1] < 1 and not is_shard:
         raise ValueError(
             f"fused_logp: expected logits with at least one column, got {tuple(logits.shape)}"
         )
@@ -96,7 +103,8 @@ def backward(
     vocab_size: int,
 ) -> None:
     """Raises TypeError or ValueError unless the arguments have the documented form."""
-    forward(logits, target, temperature)
+    forward(logits, target, temperature, is_shard=True)
+    _shard_range(logits, vocab_start, vocab_size)
     if lse.dtype != torch.float64:
         raise TypeError(f"fused_logp: expected lse of dtype float64, got {_name(lse.dtype)}")
     _row_tensor("lse", lse, target, logits)
@@ -112,10 +120,53 @@ def backward(
                 f"fused_logp: expected {name} of dtype {_name(dtype)}, got {_name(grad.dtype)}"
             )
         _row_tensor(name, grad, target, logits)
-    if vocab_start < 0 or vocab_start + logits.shape[-1] > vocab_size:
+
+
+def partial(
+    logits: Tensor,
+    target: Tensor,
+    temperature: Optional[Tensor],
+    vocab_start: int,
+    vocab_size: int,
+) -> None:
+    """Raises TypeError or ValueError unless the arguments have the documented form."""
+    forward(logits, target, temperature, is_shard=True)
+    if logits.dtype not in SHARD_DTYPES:
+        raise TypeError(
+            f"fused_logp: expected a shard of logits of dtype {_names(SHARD_DTYPES)},"
+            f" got {_name(logits.dtype)}"
+        )
+    _shard_range(logits, vocab_start, vocab_size)
+
+
+def _shard_range(logits: Tensor, vocab_start: int, vocab_size: int) -> None:
+    vocab_end = vocab_start + logits.shape[-1]
+    if vocab_start < 0 or vocab_end > vocab_size or vocab_size < 1:
         raise ValueError(
-            f"fused_logp: expected columns {vocab_start} to {vocab_start + logits.shape[-1]}"
+            f"fused_logp: expected columns {vocab_start} to {vocab_end}"
             f" within a vocabulary of {vocab_size}"
+        )
+
+
+def combine(states: Tensor, target: Tensor) -> None:
+    """Raises TypeError or ValueError unless the arguments have the documented form."""
+    if states.dtype != torch.int64:
+        raise TypeError(f"fused_logp: expected states of dtype int64, got {_name(states.dtype)}")
+    if target.dtype not in TARGET_DTYPES:
+        raise TypeError(
+            f"fused_logp: expected target of dtype {_names(TARGET_DTYPES)},"
+            f" got {_name(target.dtype)}"
+        )
+    rows = (*target.shape, STATE_WORDS)
+    if states.dim() != len(rows) + 1 or states.shape[1:] != rows or states.shape[0] < 1:
+        raise ValueError(
+            f"fused_logp: expected states of shape {('S', *rows)}, of S shards,"
+            f" got {tuple(states.shape)}"
+        )
+    if target.device != states.device:
+        raise ValueError(
+            f"fused_logp: expected target on {states.device}, the device of states,"
+            f" got {target.device}"
         )
 
 

@@ -118,16 +118,20 @@ def backward(
     vocab_size: int,
     dlogits: Tensor,
     chunk_rows: Optional[int] = None,
+    sharded: bool = False,
 ) -> None:
     """Writes dlogits, of logits' shape.
 
     Bitwise, for any ``chunk_rows``: ``softmax(y)`` minus one-hot, times ``-grad_logp``, cast. Where
     ``grad_lse`` is not 0 the row is ``p * (grad_lse - grad_logp)``, and at the target that of
     ``grad_logp`` plus ``p * grad_lse``.
+
+    ``sharded`` takes the softmax from ``lse`` even where the shard is the whole row, so that the
+    bits do not tell how the vocabulary was cut.
     """
     columns = logits.shape[-1]
     chunk_rows = chunk_rows or default_chunk_rows(columns, logits.dtype)
-    whole_row = vocab_start == 0 and columns == vocab_size
+    whole_row = vocab_start == 0 and columns == vocab_size and not sharded
     for rows in row_chunks(tuple(target.shape), chunk_rows):
         y = _scaled(logits, temperature, rows)
         p = torch.softmax(y, -1) if whole_row else _shard_softmax(y, _columns(lse, rows))

@@ -5,6 +5,10 @@
     fused_logp_forward    (logp, lse), with autograd; its backward is
     fused_logp_backward   dlogits from the saved lse; once differentiable
 
+    fused_logp_partial    of a shard of the vocabulary: the states of its rows (shard_ops.py)
+    fused_logp_combine    (logp, lse) from the states of all shards
+    fused_logp_shard      the same, with autograd towards one shard's logits
+
 Every implementation allocates its results here, in Python, and then either lets a compiled kernel
 fill them (the ``_..._out`` operators) or runs the chunked fallback. That keeps
 ``torch.OutOfMemoryError`` what it is: an exception that crosses a stable-ABI boundary loses its
@@ -32,7 +36,20 @@ _lib.define(
 )
 _lib.define(
     "fused_logp_backward(Tensor? grad_logp, Tensor? grad_lse, Tensor logits, Tensor target,"
-    " Tensor? temperature, Tensor lse, SymInt vocab_start, SymInt vocab_size) -> Tensor"
+    " Tensor? temperature, Tensor lse, SymInt vocab_start, SymInt vocab_size,"
+    " bool sharded=False) -> Tensor"
+)
+_lib.define(
+    "fused_logp_partial(Tensor logits, Tensor target, Tensor? temperature, bool all_rows,"
+    " SymInt vocab_start, SymInt vocab_size) -> Tensor"
+)
+_lib.define(
+    "fused_logp_combine(Tensor states, Tensor target, SymInt vocab_size)"
+    " -> (Tensor logp, Tensor lse)"
+)
+_lib.define(
+    "fused_logp_shard(Tensor logits, Tensor target, Tensor? temperature, Tensor states,"
+    " SymInt vocab_start, SymInt vocab_size) -> (Tensor logp, Tensor lse)"
 )
 # The compiled kernels write buffers that their caller allocated (csrc/cuda/ops.cpp).
 _lib.define(
@@ -42,6 +59,14 @@ _lib.define(
 _lib.define(
     "_fused_logp_backward_out(Tensor? grad_logp, Tensor? grad_lse, Tensor logits, Tensor target,"
     " Tensor? temperature, Tensor lse, int vocab_start, int vocab_size, Tensor(a!) dlogits) -> ()"
+)
+_lib.define(
+    "_fused_logp_partial_out(Tensor logits, Tensor target, Tensor? temperature, bool all_rows,"
+    " int vocab_start, int vocab_size, Tensor(a!) states) -> ()"
+)
+_lib.define(
+    "_fused_logp_combine_out(Tensor states, Tensor target, int vocab_size,"
+    " Tensor(a!) logp, Tensor(b!) lse) -> ()"
 )
 
 _library.load()
@@ -124,13 +149,17 @@ _lib.impl("fused_logp_forward", _forward, "CompositeExplicitAutograd")
 torch.library.register_fake("rl_logp::fused_logp_forward", _forward_fake, lib=_lib)
 
 
-def _save_for_backward(ctx, inputs, output) -> None:
-    logits, target, temperature, _ = inputs
-    if ctx.needs_input_grad[2]:
+def check_temperature_gradient(needed: bool) -> None:
+    if needed:
         raise ValueError(
             "fused_logp: expected a temperature that does not require grad, got one that does:"
             " its gradient is not computed; detach it"
         )
+
+
+def _save_for_backward(ctx, inputs, output) -> None:
+    logits, target, temperature, _ = inputs
+    check_temperature_gradient(ctx.needs_input_grad[2])
     ctx.save_for_backward(logits, target, temperature, output[1])
     ctx.set_materialize_grads(False)
 
@@ -160,16 +189,19 @@ def _backward(
     lse: Tensor,
     vocab_start: int,
     vocab_size: int,
+    sharded: bool = False,
 ) -> Tensor:
     arguments = (logits, target, temperature, lse, vocab_start, vocab_size)
     _checks.backward(grad_logp, grad_lse, *arguments)
     dlogits = _backward_output(logits)
+    if logits.shape[-1] == 0:
+        return dlogits
     if _library.kernel_for(logits.device.type, logits.dtype).available:
         torch.ops.rl_logp._fused_logp_backward_out(
             grad_logp, grad_lse, _checks.kernel_layout(logits), *arguments[1:], dlogits
         )
     else:
-        chunked.backward(grad_logp, grad_lse, *arguments, dlogits)
+        chunked.backward(grad_logp, grad_lse, *arguments, dlogits, sharded=sharded)
     return dlogits
 
 
@@ -177,7 +209,17 @@ def _backward_output(logits: Tensor) -> Tensor:
     return logits.new_empty(logits.shape)
 
 
-def _backward_fake(grad_logp, grad_lse, logits, target, temperature, lse, vocab_start, vocab_size):
+def _backward_fake(
+    grad_logp,
+    grad_lse,
+    logits,
+    target,
+    temperature,
+    lse,
+    vocab_start,
+    vocab_size,
+    sharded=False,
+):
     _checks.backward(grad_logp, grad_lse, logits, target, temperature, lse, vocab_start, vocab_size)
     return _backward_output(logits)
 

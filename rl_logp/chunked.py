@@ -11,11 +11,14 @@ from typing import Optional
 import torch
 from torch import Tensor
 
+from rl_logp._elementary import exp
+
 # Elements of workspace, in fp32 (twice the bytes each, half the number, in fp64): a chunk of y and
 # one of its (log_)softmax. A single row is never cut, so a longer row takes two of itself.
 WORKSPACE_ELEMENTS = 2**27
 # What a row's target, masks and lse take beside them, which counts where rows are short.
 ROW_ELEMENTS = 16
+_WIDE_LSE_MASK = 2**29 - 1
 
 
 def default_chunk_rows(vocab_size: int, dtype: torch.dtype) -> int:
@@ -54,7 +57,7 @@ def row_chunks(shape: tuple[int, ...], chunk_rows: int) -> Iterator[tuple]:
             yield (slice(start, min(start + step, shape[0])),)
 
 
-def _scaled(logits: Tensor, temperature: Optional[Tensor], rows: tuple) -> Tensor:
+def scaled(logits: Tensor, temperature: Optional[Tensor], rows: tuple) -> Tensor:
     """y of one chunk: logits in fp32 (or fp64), divided by the temperature if there is one."""
     y = logits[rows]
     if y.dtype != torch.float64:
@@ -71,7 +74,7 @@ def _columns(per_row: Tensor, rows: tuple) -> Tensor:
     return (per_row[rows] if per_row.dim() else per_row).unsqueeze(-1)
 
 
-def _local_target(
+def local_target(
     target: Tensor, rows: tuple, vocab_start: int, columns: int, vocab_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """For one chunk: the target's column (0 where elsewhere), whether it is here, and ignored."""
@@ -96,13 +99,13 @@ def forward(
     vocab_size = logits.shape[-1]
     chunk_rows = chunk_rows or default_chunk_rows(vocab_size, logits.dtype)
     for rows in row_chunks(tuple(target.shape), chunk_rows):
-        y = _scaled(logits, temperature, rows)
+        y = scaled(logits, temperature, rows)
         largest = y.amax(-1).double()
         y = torch.log_softmax(y, -1)
         # At its largest column log_softmax is -log(sum(exp(y - largest))).
         # An infinite maximum is the lse itself; subtracting would make it NaN.
         lse[rows] = torch.where(largest.isinf(), largest, largest - y.amax(-1).double())
-        column, here, _ = _local_target(target, rows, 0, vocab_size, vocab_size)
+        column, here, _ = local_target(target, rows, 0, vocab_size, vocab_size)
         logp[rows] = torch.where(here, y.gather(-1, column), 0).squeeze(-1)
         del y  # or it would live beside the two temporaries of the next chunk
 
@@ -133,10 +136,10 @@ def backward(
     chunk_rows = chunk_rows or default_chunk_rows(columns, logits.dtype)
     whole_row = vocab_start == 0 and columns == vocab_size and not sharded
     for rows in row_chunks(tuple(target.shape), chunk_rows):
-        y = _scaled(logits, temperature, rows)
+        y = scaled(logits, temperature, rows)
         p = torch.softmax(y, -1) if whole_row else _shard_softmax(y, _columns(lse, rows))
         del y
-        column, here, ignored = _local_target(target, rows, vocab_start, columns, vocab_size)
+        column, here, ignored = local_target(target, rows, vocab_start, columns, vocab_size)
         zero = torch.zeros((), dtype=p.dtype, device=p.device)
         g = zero if grad_logp is None else _columns(grad_logp, rows).masked_fill(ignored, 0)
         g_lse = zero if grad_lse is None else _columns(grad_lse, rows).to(p.dtype)
@@ -157,6 +160,20 @@ def backward(
 
 
 def _shard_softmax(y: Tensor, lse: Tensor) -> Tensor:
-    """exp(y - lse) for a shard of the vocabulary; the fp64 lse of the whole row in two parts."""
-    high = lse.to(y.dtype)
-    return (y - high).sub_((lse - high.double()).to(y.dtype)).exp_()
+    """exp(y - lse) for a shard of the vocabulary, with the fp64 lse of the whole row."""
+    high, low = split_lse(lse, y.dtype)
+    return exp((y - high).sub_(low))
+
+
+def split_lse(lse: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """lse as the sum of two numbers of ``dtype``.
+
+    From 2^29 on, an fp64 lse is the row's largest value, and in the bits that this leaves empty the
+    log of how often it occurs (``wide_lse`` in arithmetic.h).
+    """
+    wide = (lse.abs() >= 2.0**29) & ~lse.isinf()
+    bits = lse.contiguous().view(torch.int64)
+    value = (bits & ~_WIDE_LSE_MASK).view(torch.float64)
+    log_count = (bits & _WIDE_LSE_MASK).double() * 2.0**-23
+    high = torch.where(wide, value, lse).to(dtype)
+    return high, torch.where(wide, log_count, lse - high.double()).to(dtype)

@@ -1,0 +1,135 @@
+"""The operators on a shard of the vocabulary (schemas: ops.py): what they return, and autograd.
+
+A shard is columns ``[vocab_start, vocab_start + C)`` of a vocabulary of ``vocab_size``. A state is
+eight 64-bit words a row, laid out as ``RowState`` in ``csrc/include/rl_logp/row_state.h``; states
+merge exactly, in any order (docs/distributed.md).
+"""
+
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from rl_logp import _checks, _library, partial
+from rl_logp.ops import _lib, check_temperature_gradient
+
+
+# --- fused_logp_partial ---------------------------------------------------------------------------
+def _partial_output(logits: Tensor, target: Tensor) -> Tensor:
+    return logits.new_empty((*target.shape, _checks.STATE_WORDS), dtype=torch.int64)
+
+
+def _partial(
+    logits: Tensor,
+    target: Tensor,
+    temperature: Optional[Tensor],
+    all_rows: bool,
+    vocab_start: int,
+    vocab_size: int,
+) -> Tensor:
+    _checks.partial(logits, target, temperature, vocab_start, vocab_size)
+    _checks.temperature_values(temperature)
+    states = _partial_output(logits, target)
+    if logits.shape[-1] == 0:
+        partial.write_empty(states)
+    elif _library.kernel_for(logits.device.type, logits.dtype).available:
+        torch.ops.rl_logp._fused_logp_partial_out(
+            _checks.kernel_layout(logits),
+            target,
+            temperature,
+            all_rows,
+            vocab_start,
+            vocab_size,
+            states,
+        )
+    else:
+        partial.partial(logits, target, temperature, all_rows, vocab_start, vocab_size, states)
+    return states
+
+
+def _partial_fake(logits, target, temperature, all_rows, vocab_start, vocab_size):
+    _checks.partial(logits, target, temperature, vocab_start, vocab_size)
+    return _partial_output(logits, target)
+
+
+_lib.impl("fused_logp_partial", _partial, "CompositeExplicitAutograd")
+torch.library.register_fake("rl_logp::fused_logp_partial", _partial_fake, lib=_lib)
+
+
+# --- fused_logp_combine ---------------------------------------------------------------------------
+def _combine_outputs(states: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    logp = states.new_empty(target.shape, dtype=torch.float32)
+    return logp, states.new_empty(target.shape, dtype=torch.float64)
+
+
+def _combine(states: Tensor, target: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+    _checks.combine(states, target)
+    logp, lse = _combine_outputs(states, target)
+    if _library.kernel_for(states.device.type, torch.float32).available:
+        torch.ops.rl_logp._fused_logp_combine_out(
+            states.contiguous(), target, vocab_size, logp, lse
+        )
+    else:
+        partial.combine(states, target, vocab_size, logp, lse)
+    return logp, lse
+
+
+def _combine_fake(states, target, vocab_size):
+    _checks.combine(states, target)
+    return _combine_outputs(states, target)
+
+
+_lib.impl("fused_logp_combine", _combine, "CompositeExplicitAutograd")
+torch.library.register_fake("rl_logp::fused_logp_combine", _combine_fake, lib=_lib)
+
+
+# --- fused_logp_shard -----------------------------------------------------------------------------
+def _shard(
+    logits: Tensor,
+    target: Tensor,
+    temperature: Optional[Tensor],
+    states: Tensor,
+    vocab_start: int,
+    vocab_size: int,
+) -> tuple[Tensor, Tensor]:
+    _checks.partial(logits, target, temperature, vocab_start, vocab_size)
+    return _combine(states, target, vocab_size)
+
+
+def _shard_fake(logits, target, temperature, states, vocab_start, vocab_size):
+    _checks.partial(logits, target, temperature, vocab_start, vocab_size)
+    return _combine_fake(states, target, vocab_size)
+
+
+_lib.impl("fused_logp_shard", _shard, "CompositeExplicitAutograd")
+torch.library.register_fake("rl_logp::fused_logp_shard", _shard_fake, lib=_lib)
+
+
+def _save_for_backward(ctx, inputs, output) -> None:
+    logits, target, temperature, _, ctx.vocab_start, ctx.vocab_size = inputs
+    check_temperature_gradient(ctx.needs_input_grad[2])
+    ctx.save_for_backward(logits, target, temperature, output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _shard_autograd(ctx, grad_logp: Optional[Tensor], grad_lse: Optional[Tensor]):
+    logits, target, temperature, lse = ctx.saved_tensors
+    if grad_logp is None and grad_lse is None:
+        return None, None, None, None, None, None
+    dlogits = torch.ops.rl_logp.fused_logp_backward(
+        grad_logp,
+        grad_lse,
+        logits,
+        target,
+        temperature,
+        lse,
+        ctx.vocab_start,
+        ctx.vocab_size,
+        True,
+    )
+    return dlogits, None, None, None, None, None
+
+
+torch.library.register_autograd(
+    "rl_logp::fused_logp_shard", _shard_autograd, setup_context=_save_for_backward, lib=_lib
+)

@@ -1,9 +1,22 @@
 """The log-probability of the sampled token, and its gradient, for reinforcement learning."""
 
+import torch.distributed as _distributed
+
 from rl_logp import ops as _ops  # noqa: F401 (registers torch.ops.rl_logp)
 from rl_logp import shard_ops as _shard_ops  # noqa: F401 (the same, on shards of the vocabulary)
 from rl_logp._library import Backend, backends, require_kernel
 from rl_logp.functional import FusedLogp, fused_logp
+from rl_logp.vocab_parallel import vocab_parallel_logp
+
+if _distributed.is_available():
+    from rl_logp import _dtensor as _dtensor  # registers the sharding rules
 
 __version__ = "0.1.0"
-__all__ = ["Backend", "FusedLogp", "backends", "fused_logp", "require_kernel"]
+__all__ = [
+    "Backend",
+    "FusedLogp",
+    "backends",
+    "fused_logp",
+    "require_kernel",
+    "vocab_parallel_logp",
+]

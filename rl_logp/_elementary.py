@@ -1,8 +1,9 @@
 """exp and log1p whose bits do not depend on where in a tensor an element stands.
 
-On the CPU, torch takes one implementation for the elements that fill a vector register and another
-for those left over, and the two round differently. Sums, products, divisions and integer operations
-are the same in both, so here they are all there is.
+Torch on the CPU may take one implementation for elements that fill a vector register and another
+for those left over, and the two round differently: exp2 does, and of exp it is up to the library
+that torch was built with. Sums, products, divisions and integer operations have one result each, so
+on the CPU they are all there is.
 """
 
 import math

@@ -5,7 +5,7 @@ from typing import Literal, Union, overload
 import torch
 from torch import Tensor
 
-from rl_logp import _library
+from rl_logp import _library, _shard
 
 
 @overload
@@ -53,7 +53,8 @@ def fused_logp(
     Args:
         logits: ``[..., V]``, bf16, fp16, fp32 (or fp64, for checking gradients). Leading dimensions
             may have any strides; where the last dimension's stride is not 1, a contiguous copy is
-            made.
+            made. A DTensor may be sharded on any dimension (:func:`rl_logp.vocab_parallel_logp`
+            says which bits it then has, where that is the vocabulary).
         target: ``[...]``, int32 or int64. A target outside ``[0, V)``, whichever, is ignored: its
             ``logp`` and its row's gradient are exactly 0.
         temperature: a number, or an fp32 tensor, 0-dim or of target's shape, on logits' device;
@@ -88,13 +89,19 @@ def fused_logp(
     """
     if require_kernel:
         _library.require_kernel(logits.device.type, logits.dtype)
-    scale = _temperature_tensor(temperature, logits)
+    scale = temperature_tensor(temperature, logits)
+    if _shard.is_dtensor(logits):
+        from rl_logp import _dtensor
+
+        if _dtensor.is_vocab_sharded(logits):
+            logp, lse = _dtensor.logp(logits, target, scale, return_lse)
+            return (logp, lse) if return_lse else logp
     if not return_lse:
         return torch.ops.rl_logp.fused_logp(logits, target, scale)
     return torch.ops.rl_logp.fused_logp_with_lse(logits, target, scale)
 
 
-def _temperature_tensor(temperature: Union[float, Tensor], logits: Tensor):
+def temperature_tensor(temperature: Union[float, Tensor], logits: Tensor):
     """None for a temperature of 1, whose division changes no bit; else an fp32 tensor."""
     if isinstance(temperature, Tensor):
         return temperature

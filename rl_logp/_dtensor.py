@@ -1,0 +1,124 @@
+"""DTensor: sharding rules for the operators, and logits whose vocabulary is sharded.
+
+Rows are independent, so logits that are sharded on leading dimensions need no communication: that
+is all the rules say. A sharded vocabulary goes through ``logp`` below, which gathers states; an
+operator that meets one raises, since DTensor would gather the logits.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
+
+from rl_logp import _shard
+
+_OPS = torch.ops.rl_logp
+
+
+def _by_rows(logits, others: tuple, outputs: int) -> list:
+    """Every dimension but the vocabulary may be sharded, of all tensors alike, or none."""
+    if any(p.is_shard(logits.ndim - 1) for p in logits.placements):
+        raise ValueError(
+            "fused_logp: expected logits that are not sharded on the vocabulary,"
+            f" got {logits.placements}: call rl_logp.fused_logp"
+        )
+
+    def placed(placement: Placement, tensor) -> Optional[Placement]:
+        if tensor is None:
+            return None
+        return placement if tensor.ndim else Replicate()
+
+    choices = [Replicate(), *(Shard(dim) for dim in range(logits.ndim - 1))]
+    return [([p] * outputs, [placed(p, tensor) for tensor in others]) for p in choices]
+
+
+@register_sharding(_OPS.fused_logp_forward.default)
+def _forward_sharding(logits, target, temperature, all_rows):
+    strategies = _by_rows(logits, (logits, target, temperature), 2)
+    return [(outputs, [*inputs, None]) for outputs, inputs in strategies]
+
+
+@register_sharding(_OPS.fused_logp_backward.default)
+def _backward_sharding(grad_logp, grad_lse, logits, target, temperature, lse, *numbers):
+    tensors = (grad_logp, grad_lse, logits, target, temperature, lse)
+    strategies = _by_rows(logits, tensors, 1)
+    return [(outputs, [*inputs, *[None] * len(numbers)]) for outputs, inputs in strategies]
+
+
+def is_vocab_sharded(logits: Tensor) -> bool:
+    return isinstance(logits, DTensor) and any(
+        placement.is_shard(logits.dim() - 1) for placement in logits.placements
+    )
+
+
+def vocab_range(mesh: DeviceMesh, placements: tuple, dim: int, size: int) -> tuple[int, int]:
+    """Start and length of this rank's piece of a dimension, cut as DTensor and torch.chunk do."""
+    start = 0
+    for mesh_dim, placement in enumerate(placements):
+        if not placement.is_shard(dim):
+            continue
+        if type(placement) is not Shard:
+            raise ValueError(
+                f"vocab_parallel_logp: expected the vocabulary in order, got {placement}"
+            )
+        piece = -(-size // mesh.size(mesh_dim))
+        before = min(piece * mesh.get_local_rank(mesh_dim), size)
+        start, size = start + before, min(piece, size - before)
+    return start, size
+
+
+def logp(
+    logits: Any,
+    target: Tensor,
+    temperature: Optional[Tensor],
+    all_rows: bool,
+    require_aligned: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """logp and lse as DTensors whose rows are sharded as those of logits, and replicated beside."""
+    mesh, placements, dim = logits.device_mesh, logits.placements, logits.dim() - 1
+    if any(placement.is_partial() for placement in placements):
+        raise ValueError(f"vocab_parallel_logp: expected no partial sums, got {placements}")
+    rows = [Replicate() if p.is_shard(dim) else p for p in placements]
+    vocab_start, columns = vocab_range(mesh, placements, dim, logits.shape[dim])
+    if require_aligned:
+        _shard.check_aligned(vocab_start, columns, logits.shape[dim])
+
+    def gather(states: Tensor) -> Tensor:
+        for mesh_dim, placement in enumerate(placements):
+            if placement.is_shard(dim):
+                states = _shard.all_gather(states, (mesh, mesh_dim))
+        return states
+
+    results = _shard.logp(
+        logits.to_local(),
+        _local("target", target, mesh, rows),
+        None if temperature is None else _local("temperature", temperature, mesh, rows),
+        gather,
+        vocab_start,
+        logits.shape[dim],
+        all_rows,
+    )
+    shape = logits.shape[:-1]
+    stride = torch.empty(shape, device="meta").stride()
+    logp, lse = (
+        DTensor.from_local(result, mesh, rows, run_check=False, shape=shape, stride=stride)
+        for result in results
+    )
+    return logp, lse
+
+
+def _local(name: str, per_row: Tensor, mesh: DeviceMesh, rows: Sequence[Placement]) -> Tensor:
+    """This rank's part of a tensor with one element a row. A plain tensor has all of them."""
+    if isinstance(per_row, DTensor):
+        placements = rows if per_row.dim() else [Replicate()] * len(rows)
+        return per_row.redistribute(mesh, placements).to_local()
+    if per_row.dim() and any(placement.is_shard() for placement in rows):
+        raise ValueError(
+            f"vocab_parallel_logp: expected {name} as a DTensor, where rows are sharded as"
+            f" {tuple(rows)}, got a plain tensor"
+        )
+    return per_row

@@ -1,0 +1,74 @@
+"""What plain tensors and DTensors that hold a shard of the vocabulary have in common."""
+
+from collections.abc import Callable
+from typing import Any, Optional
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+GROUP_COLUMNS = 16  # of one term of the sum (docs/numerics.md)
+
+
+def logp(
+    logits: Tensor,
+    target: Tensor,
+    temperature: Optional[Tensor],
+    gather: Callable[[Tensor], Tensor],
+    vocab_start: int,
+    vocab_size: int,
+    all_rows: bool,
+) -> tuple[Tensor, Tensor]:
+    """logp and lse; ``gather`` makes the states of all shards ``[S, ...]`` of those of this one."""
+    states = torch.ops.rl_logp.fused_logp_partial(
+        logits.detach(), target, temperature, all_rows, vocab_start, vocab_size
+    )
+    return torch.ops.rl_logp.fused_logp_shard(
+        logits, target, temperature, gather(states.unsqueeze(0)), vocab_start, vocab_size
+    )
+
+
+def all_gather(states: Tensor, group: Any) -> Tensor:
+    """The states of every process of a group (or of a mesh and one of its dimensions)."""
+    import torch.distributed._functional_collectives as collectives
+
+    # all_gather_single is what all_gather_tensor became in torch 2.13.
+    name = "all_gather_single" if hasattr(collectives, "all_gather_single") else "all_gather_tensor"
+    return collectives.wait_tensor(getattr(collectives, name)(states, 0, group))
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    if not dist.is_available():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
+def check(vocab_start: int, columns: int, vocab_size: int, shards: int) -> None:
+    """Raises ValueError where one shard shows that shards overlap or are missing."""
+    vocab_end = vocab_start + columns
+    here = f"got one of columns {vocab_start} to {vocab_end}"
+    others = (vocab_start > 0) + (vocab_end < vocab_size)
+    if shards > 1 and columns == vocab_size:
+        raise ValueError(
+            f"vocab_parallel_logp: expected a shard of the vocabulary of {vocab_size}, which"
+            f" {shards} processes share, {here}, which is all of it"
+        )
+    if vocab_start >= 0 and vocab_end <= vocab_size and others >= shards:
+        raise ValueError(
+            f"vocab_parallel_logp: expected {shards} shards that make up a vocabulary of"
+            f" {vocab_size}, {here}, which leaves {others} to be held"
+        )
+
+
+def check_aligned(vocab_start: int, columns: int, vocab_size: int) -> None:
+    """Raises ValueError unless this shard and the next start at a group of columns."""
+    vocab_end = vocab_start + columns
+    if columns == 0:
+        return
+    if vocab_start % GROUP_COLUMNS or (vocab_end % GROUP_COLUMNS and vocab_end != vocab_size):
+        raise ValueError(
+            f"vocab_parallel_logp: expected shards that start at multiples of {GROUP_COLUMNS}"
+            f" columns, got columns {vocab_start} to {vocab_end} of {vocab_size}"
+        )

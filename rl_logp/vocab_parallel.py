@@ -1,0 +1,145 @@
+"""The log-probability where each process of a group holds a shard of the vocabulary."""
+
+from typing import Any, Literal, Optional, Union, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl_logp import _checks, _library, _shard
+from rl_logp.functional import temperature_tensor
+
+
+@overload
+def vocab_parallel_logp(
+    logits_shard: Tensor,
+    target: Tensor,
+    *,
+    group: Any = ...,
+    vocab_start: Optional[int] = ...,
+    vocab_size: Optional[int] = ...,
+    temperature: Union[float, Tensor] = ...,
+    return_lse: Literal[False] = ...,
+    require_aligned: bool = ...,
+    require_kernel: bool = ...,
+) -> Tensor: ...
+@overload
+def vocab_parallel_logp(
+    logits_shard: Tensor,
+    target: Tensor,
+    *,
+    group: Any = ...,
+    vocab_start: Optional[int] = ...,
+    vocab_size: Optional[int] = ...,
+    temperature: Union[float, Tensor] = ...,
+    return_lse: Literal[True],
+    require_aligned: bool = ...,
+    require_kernel: bool = ...,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def vocab_parallel_logp(
+    logits_shard: Tensor,
+    target: Tensor,
+    *,
+    group: Any = ...,
+    vocab_start: Optional[int] = ...,
+    vocab_size: Optional[int] = ...,
+    temperature: Union[float, Tensor] = ...,
+    return_lse: bool,
+    require_aligned: bool = ...,
+    require_kernel: bool = ...,
+) -> Union[Tensor, tuple[Tensor, Tensor]]: ...
+
+
+def vocab_parallel_logp(
+    logits_shard: Tensor,
+    target: Tensor,
+    *,
+    group: Any = None,
+    vocab_start: Optional[int] = None,
+    vocab_size: Optional[int] = None,
+    temperature: Union[float, Tensor] = 1.0,
+    return_lse: bool = False,
+    require_aligned: bool = False,
+    require_kernel: bool = False,
+) -> Union[Tensor, tuple[Tensor, Tensor]]:
+    r"""As :func:`rl_logp.fused_logp`, of logits whose vocabulary is spread over a process group.
+
+    One all-gather of 64 bytes a row and process, whatever the vocabulary; the gradient needs none.
+
+    Args:
+        logits_shard: ``[..., C]``, bf16, fp16 or fp32: columns ``[vocab_start, vocab_start + C)``
+            of a vocabulary of ``vocab_size``; C may differ between processes, and be 0. Or a
+            DTensor, in which case group, vocab_start and vocab_size follow from its placements.
+        target: ``[...]``, int32 or int64, numbers in the whole vocabulary, the same in every
+            process. A target outside ``[0, vocab_size)`` is ignored.
+        group: the process group, over which the shards are the whole vocabulary; None: this process
+            has all of it.
+        temperature, return_lse, require_kernel: as for ``fused_logp``; the same in every process.
+        require_aligned: raise ValueError unless this shard's ends are multiples of 16, as the bits
+            below need.
+
+    Returns:
+        As ``fused_logp``, in every process. A DTensor where logits_shard is one.
+
+    Raises:
+        As ``fused_logp``, and ValueError where this shard alone shows that shards overlap or are
+        missing. Where only the others would, a row whose target no shard holds, or two, has a
+        ``logp`` of NaN; other rows are wrong in silence.
+
+    Where every shard starts at a multiple of 16, ``logp``, ``lse`` and the gradient have bits that
+    do not depend on how many shards there are. Where kernels serve the device, they are those of
+    ``fused_logp``.
+
+    >>> import torch, rl_logp
+    >>> rl_logp.vocab_parallel_logp(
+    ...     torch.zeros(2, 4), torch.tensor([3, -100]), vocab_start=0, vocab_size=4
+    ... )
+    tensor([-1.3863,  0.0000])
+    """
+    if require_kernel:
+        _library.require_kernel(logits_shard.device.type, logits_shard.dtype)
+    if not torch.compiler.is_compiling():  # which cannot trace the question
+        _checks.reverse_mode(logits_shard)
+    scale = temperature_tensor(temperature, logits_shard)
+    if _shard.is_dtensor(logits_shard):
+        logp, lse = _of_dtensor(
+            logits_shard,
+            target,
+            scale,
+            (group, vocab_start, vocab_size),
+            return_lse,
+            require_aligned,
+        )
+    else:
+        start = 0 if vocab_start is None else vocab_start
+        columns = logits_shard.shape[-1]
+        size = columns if vocab_size is None else vocab_size
+        shards = 1 if group is None else dist.get_world_size(group)
+        _shard.check(start, columns, size, shards)
+        if require_aligned:
+            _shard.check_aligned(start, columns, size)
+
+        def gather(states: Tensor) -> Tensor:
+            return states if shards == 1 else _shard.all_gather(states, group)
+
+        logp, lse = _shard.logp(logits_shard, target, scale, gather, start, size, return_lse)
+    return (logp, lse) if return_lse else logp
+
+
+def _of_dtensor(
+    logits: Any,
+    target: Tensor,
+    temperature: Optional[Tensor],
+    layout: tuple,
+    all_rows: bool,
+    require_aligned: bool,
+) -> tuple[Tensor, Tensor]:
+    from rl_logp import _dtensor
+
+    if any(given is not None for given in layout):
+        raise ValueError(
+            "vocab_parallel_logp: expected no group, vocab_start or vocab_size beside a DTensor,"
+            f" whose placements say them, got {layout}"
+        )
+    return _dtensor.logp(logits, target, temperature, all_rows, require_aligned)

@@ -48,18 +48,19 @@ def is_dtensor(tensor: Tensor) -> bool:
 def check(vocab_start: int, columns: int, vocab_size: int, shards: int) -> None:
     """Raises ValueError where one shard shows that shards overlap or are missing."""
     vocab_end = vocab_start + columns
-    here = f"got one of columns {vocab_start} to {vocab_end}"
-    others = (vocab_start > 0) + (vocab_end < vocab_size)
+    if vocab_start < 0 or vocab_end > vocab_size:
+        return  # which the operators say
+    got = f"got columns {vocab_start} to {vocab_end} of {vocab_size}"
+    if shards == 1 and columns != vocab_size:
+        raise ValueError(
+            f"vocab_parallel_logp: expected the whole vocabulary where no group shares it, {got}"
+        )
     if shards > 1 and columns == vocab_size:
         raise ValueError(
-            f"vocab_parallel_logp: expected a shard of the vocabulary of {vocab_size}, which"
-            f" {shards} processes share, {here}, which is all of it"
+            f"vocab_parallel_logp: expected one of {shards} shards of the vocabulary, {got}"
         )
-    if vocab_start >= 0 and vocab_end <= vocab_size and others >= shards:
-        raise ValueError(
-            f"vocab_parallel_logp: expected {shards} shards that make up a vocabulary of"
-            f" {vocab_size}, {here}, which leaves {others} to be held"
-        )
+    if shards == 2 and vocab_start > 0 and vocab_end < vocab_size:
+        raise ValueError(f"vocab_parallel_logp: expected the first or the last of 2 shards, {got}")
 
 
 def check_aligned(vocab_start: int, columns: int, vocab_size: int) -> None:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from calls import DTYPES, Sample, call, sample
+from shards import states_of
 from torch import Tensor
 from torch.testing._internal.optests.generate_tests import OpCheckError
 
@@ -131,6 +132,39 @@ def test_fused_logp_backward_of_a_shard(device: str, start: int) -> None:
     )
 
 
+@pytest.mark.parametrize("rows", [0, 7])
+@pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "strided"])
+@pytest.mark.parametrize("requires_grad", [False, True], ids=["no grad", "requires grad"])
+@pytest.mark.parametrize("temperature", ["none", "per row"])
+def test_the_operators_on_a_shard(
+    device: str, rows: int, strided: bool, requires_grad: bool, temperature: str
+) -> None:
+    case = arguments(torch.bfloat16, rows, strided, requires_grad, device)
+    target, scale = case.target, divisor(case, temperature)
+    states = states_of(case.logits.detach(), target, scale, (0, 16, 19))
+    for all_rows in (False, True):
+        opcheck(ops.fused_logp_partial.default, case.logits, target, scale, all_rows, 16, 35)
+    opcheck(ops.fused_logp_combine.default, states, target, 19)
+    first = case.logits[:, :16].detach().requires_grad_(requires_grad)
+    opcheck(ops.fused_logp_shard.default, first, target, scale, states, 0, 19)
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["a row", "a shard"])
+@pytest.mark.parametrize("columns", [0, 19])
+def test_fused_logp_backward_of_a_whole_row(device: str, columns: int, sharded: bool) -> None:
+    case = sample((7, 19), torch.bfloat16, device)
+    opcheck(
+        ops.fused_logp_backward.default,
+        *case[3:],
+        case.logits[:, :columns],
+        *case[1:3],
+        call(*case).lse,
+        0,
+        19,
+        sharded,
+    )
+
+
 @pytest.mark.parametrize("rows", [(), (2, 3), (2, 0, 3)], ids=str)
 def test_other_leading_dimensions(device: str, rows: tuple[int, ...]) -> None:
     case = sample((*rows, 19), torch.bfloat16, device)
@@ -138,3 +172,7 @@ def test_other_leading_dimensions(device: str, rows: tuple[int, ...]) -> None:
     opcheck(ops.fused_logp.default, *case[:3])
     opcheck(ops.fused_logp_with_lse.default, *case[:3])
     opcheck(ops.fused_logp_forward.default, *case[:3], True)
+    states = states_of(case.logits.detach(), *case[1:3], (0, 19))
+    opcheck(ops.fused_logp_partial.default, *case[:3], True, 0, 19)
+    opcheck(ops.fused_logp_combine.default, states, case.target, 19)
+    opcheck(ops.fused_logp_shard.default, *case[:3], states, 0, 19)

@@ -20,6 +20,7 @@ def shard_gradient(case: Sample, lse: Tensor, start: int, end: int) -> Tensor:
         lse,
         start,
         case.logits.shape[-1],
+        True,
     )
 
 
@@ -32,9 +33,11 @@ def test_shards_together_are_the_gradient_of_the_row(
     whole = call(*case)
     parts = [shard_gradient(case, whole.lse, start, end) for start, end in pairwise(cuts)]
     dlogits = torch.cat(parts, dim=-1)
+    in_one = shard_gradient(case, whole.lse, 0, cuts[-1])
+    assert_bitwise_equal(dlogits, in_one, "the gradient of one shard that is the whole row")
     if kernel_serves(device, dtype):
         assert_bitwise_equal(dlogits, whole.dlogits, "the kernel's gradient")
-    # The fallback's shards round exp(y - lse), its whole rows torch's softmax: equal to rounding.
+    # The fallback's shards round exp(y - lse), its fused_logp torch's softmax: equal to rounding.
     assert_as_accurate(dlogits, whole.dlogits, exact(case).dlogits, "dlogits")
 
 
@@ -43,7 +46,7 @@ def test_a_target_on_another_shard_is_not_an_ignored_one(device: str) -> None:
     target = torch.tensor([5, 8], device=device)
     lse = torch.full((2,), 16.0, dtype=torch.float64, device=device).log()
     dlogits = torch.ops.rl_logp.fused_logp_backward(
-        torch.ones(2, device=device), None, logits, target, None, lse, 8, 16
+        torch.ones(2, device=device), None, logits, target, None, lse, 8, 16, True
     )
     expected = torch.full((2, 8), -0.0625, device=device)
     expected[1, 0] = 0.9375

@@ -65,6 +65,36 @@ def test_leading_dimensions_do_not_reach_the_bits(device: str, rows: tuple[int, 
     assert_same_bits(flat, whole, f"rows {rows}")
 
 
+@pytest.mark.parametrize(
+    ("dtype", "value", "temperature"),
+    [
+        (torch.float32, "0x1.c57166p+0", "0x1.e75296p+0"),
+        (torch.bfloat16, "0x1.8ep+0", "0x1.a15686p+0"),
+    ],
+    ids=["fp32", "bf16"],
+)
+def test_a_quotient_near_halfway_has_one_gradient_wherever_its_row_begins(
+    device: str, dtype: torch.dtype, value: str, temperature: str
+) -> None:
+    """x / T is as near to halfway between two fp32 numbers as a quotient can be."""
+    vocab_size, lse = 300, 4.0
+    divisor = torch.tensor(float.fromhex(temperature), dtype=torch.float32, device=device)
+    base = torch.full((vocab_size + 64,), float.fromhex(value), dtype=dtype, device=device)
+    row = {"dtype": torch.float64, "device": device}
+    gradients = {
+        offset: torch.ops.rl_logp.fused_logp_backward(
+            None, torch.ones(1, **row), base[offset : offset + vocab_size].unsqueeze(0),
+            torch.full((1,), -1, device=device), divisor, torch.full((1,), lse, **row),
+            0, vocab_size,
+        )
+        for offset in range(64)
+    }  # fmt: skip
+    for offset, gradient in gradients.items():
+        assert_bitwise_equal(gradient, gradients[0], f"{offset} elements further")
+        columns = gradient[:, :1].expand_as(gradient)
+        assert_bitwise_equal(gradient, columns, f"equal columns, {offset} elements further")
+
+
 def test_one_dimensional_logits_have_the_bits_of_a_row(device: str) -> None:
     case = sample((3, 257), torch.bfloat16, device)
     for row in range(3):

@@ -54,6 +54,26 @@ def test_a_temperature_of_one_changes_no_bit(device: str, dtype: torch.dtype) ->
             assert_bitwise_equal(a, e, name)
 
 
+@pytest.mark.parametrize(
+    ("value", "temperature"),
+    [("0x1.4p-126", 0.7), ("0x1.0cp-126", 0.9), ("0x1.12p-126", 1.3), ("-0x1.4p-126", 0.7)],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("vocab_size", [1, 2, 40])
+def test_a_largest_value_whose_quotient_is_subnormal(
+    device: str, dtype: torch.dtype, value: str, temperature: float, vocab_size: int
+) -> None:
+    """Its quotient must be the same number wherever it is computed, or it counts twice."""
+    logits = torch.full((3, vocab_size), -torch.inf, dtype=dtype, device=device)
+    logits[:, vocab_size // 2] = float.fromhex(value)
+    target = torch.full((3,), vocab_size // 2, device=device)
+    tensor = torch.tensor(temperature, dtype=torch.float32, device=device)
+    actual = call(logits, target, tensor)
+    assert torch.equal(actual.logp, torch.zeros_like(actual.logp))
+    assert actual.lse.abs().max() < 1e-37
+    assert not actual.dlogits.any()
+
+
 @every_dtype
 def test_the_gradient_is_that_of_the_divided_logits_over_the_temperature(
     device: str, dtype: torch.dtype

@@ -11,7 +11,7 @@ constexpr int64_t kMaxGridX = 0x7fffffff, kMaxGridY = 65535;
 
 template <class Traits>
 int64_t tiles_per_row(const BackwardArgs& args) {
-  return std::max<int64_t>(1, ceil_div(args.columns, Traits::kTileColumns));
+  return std::max<int64_t>(1, ceil_div(args.shard.columns, Traits::kTileColumns));
 }
 
 template <class Traits>

@@ -26,17 +26,17 @@ cudaError_t launch(const ForwardArgs& args, int blocks_per_row, cudaStream_t str
   return cudaLaunchKernelEx(&config, forward_kernel<Traits>, args);
 }
 
-// The largest cluster that leaves each of its warps a tile and the machine one round of blocks.
+// The largest cluster that leaves each of its warps a tile and each block a multiprocessor of its
+// own; a row of one block is cut in two all the same, if the machine holds that many at once.
 template <class Traits>
 int blocks_per_row(const ForwardArgs& args, const DeviceLimits& limits) {
-  constexpr int kPortableClusterSize = 8;
-  const int64_t tiles = ceil_div(args.vocab_size, Traits::kTileColumns);
+  const int64_t tiles = ceil_div(args.shard.columns, Traits::kTileColumns);
+  const auto fits = [&](int64_t blocks) {
+    const int64_t room = blocks == 2 ? 2 * limits.multiprocessors : limits.multiprocessors;
+    return args.shape.rows * blocks <= room && blocks * Traits::kWarps <= tiles;
+  };
   int blocks = 1;
-  while (limits.clusters && blocks < kPortableClusterSize &&
-         args.shape.rows * (2 * blocks) <= 2 * limits.multiprocessors &&
-         2 * blocks * Traits::kWarps <= tiles) {
-    blocks *= 2;
-  }
+  while (limits.clusters && blocks < Traits::kMaxBlocks && fits(2 * blocks)) blocks *= 2;
   return blocks;
 }
 
@@ -55,10 +55,7 @@ cudaError_t launch_forward(Dtype dtype, const ForwardArgs& args, cudaStream_t st
     using Many = ForwardTraits<Element, 4, 4, 1, kTemperature, kBlocks>;
     using Few = ForwardTraits<Element, 8, 2, 1, kTemperature, 1, true>;
     if (args.shape.rows > 2 * limits.multiprocessors) return launch<Many>(args, 1, stream);
-    // Few rows are short of time, not of bandwidth.
-    ForwardArgs few = args;
-    few.early = true;
-    return launch<Few>(few, blocks_per_row<Few>(args, limits), stream);
+    return launch<Few>(args, blocks_per_row<Few>(args, limits), stream);
   });
 }
 

@@ -12,5 +12,6 @@ enum class Dtype { kBFloat16, kFloat16, kFloat32 };
 // On the current device. The arguments are as the operators document them; rows may be 0.
 cudaError_t launch_forward(Dtype dtype, const ForwardArgs& args, cudaStream_t stream);
 cudaError_t launch_backward(Dtype dtype, const BackwardArgs& args, cudaStream_t stream);
+cudaError_t launch_combine(const CombineArgs& args, cudaStream_t stream);
 
 }  // namespace rl_logp

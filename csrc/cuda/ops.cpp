@@ -97,28 +97,31 @@ rl_logp::Dtype dtype_of(const Tensor& logits) {
   }
 }
 
-// Chunks of a row are counted in 32 bits: a row of 2^34 columns is longer than any memory.
+// Chunks of a row, and the step to a block's next ones, are counted in 32 bits.
 int64_t columns_of(const Tensor& logits) {
   const int64_t columns = logits.size(logits.dim() - 1);
   STD_TORCH_CHECK(
-      columns < (int64_t{1} << 34), "fused_logp: expected fewer than 2^34 columns, got ", columns);
+      columns < (int64_t{1} << 33), "fused_logp: expected fewer than 2^33 columns, got ", columns);
   STD_TORCH_CHECK(
       columns == 1 || logits.stride(logits.dim() - 1) == 1,
       "fused_logp: expected logits whose last dimension has stride 1");
   return columns;
 }
 
-rl_logp::RowInputs inputs_of(
+void set_targets(Rows& rows, const Tensor& target, rl_logp::Targets& targets) {
+  targets.target = target.data_ptr();
+  targets.is_int64 = target.scalar_type() == ScalarType::Long;
+  rows.add(target, &targets.strides);
+}
+
+void set_inputs(
     Rows& rows, const Tensor& logits, const Tensor& target,
     const std::optional<Tensor>& temperature, rl_logp::RowInputs& inputs) {
   inputs.logits = logits.data_ptr();
-  inputs.target = target.data_ptr();
-  inputs.target_is_int64 = target.scalar_type() == ScalarType::Long;
   inputs.temperature = temperature ? static_cast<const float*>(temperature->data_ptr()) : nullptr;
   rows.add(logits, &inputs.logits_strides);
-  rows.add(target, &inputs.target_strides);
+  set_targets(rows, target, inputs.target);
   if (temperature) rows.add(*temperature, &inputs.temperature_strides);
-  return inputs;
 }
 
 cudaStream_t current_stream(const Tensor& tensor) {
@@ -135,20 +138,55 @@ int passes_of(const Tensor& logits, const RowShape& shape, const RowStrides& str
   return static_cast<int>(per_chunk);
 }
 
+// Everything of the forward's arguments but where its results go.
+rl_logp::ForwardArgs forward_args(
+    const Tensor& logits, const Tensor& target, const std::optional<Tensor>& temperature,
+    bool all_rows, rl_logp::Shard shard) {
+  Rows rows(target);
+  rl_logp::ForwardArgs args{};
+  set_inputs(rows, logits, target, temperature, args.inputs);
+  args.shape = rows.finish();
+  args.shard = shard;
+  args.all_rows = all_rows;
+  args.passes = passes_of(logits, args.shape, args.inputs.logits_strides);
+  return args;
+}
+
 void forward_out(
     const Tensor& logits, const Tensor& target, const std::optional<Tensor>& temperature,
     bool all_rows, Tensor& logp, Tensor& lse) {
   const torch::stable::accelerator::DeviceGuard guard(logits.get_device_index());
-  Rows rows(target);
-  rl_logp::ForwardArgs args{};
-  inputs_of(rows, logits, target, temperature, args.inputs);
-  args.shape = rows.finish();
-  args.vocab_size = columns_of(logits);
-  args.all_rows = all_rows;
-  args.passes = passes_of(logits, args.shape, args.inputs.logits_strides);
+  const int64_t columns = columns_of(logits);
+  rl_logp::ForwardArgs args =
+      forward_args(logits, target, temperature, all_rows, {columns, 0, columns});
   args.logp = static_cast<float*>(logp.data_ptr());
   args.lse = static_cast<double*>(lse.data_ptr());
   STD_CUDA_CHECK(launch_forward(dtype_of(logits), args, current_stream(logits)));
+}
+
+void partial_out(
+    const Tensor& logits, const Tensor& target, const std::optional<Tensor>& temperature,
+    bool all_rows, int64_t vocab_start, int64_t vocab_size, Tensor& states) {
+  const torch::stable::accelerator::DeviceGuard guard(logits.get_device_index());
+  rl_logp::ForwardArgs args = forward_args(
+      logits, target, temperature, all_rows, {columns_of(logits), vocab_start, vocab_size});
+  args.states = static_cast<rl_logp::RowState*>(states.data_ptr());
+  STD_CUDA_CHECK(launch_forward(dtype_of(logits), args, current_stream(logits)));
+}
+
+void combine_out(
+    const Tensor& states, const Tensor& target, int64_t vocab_size, Tensor& logp, Tensor& lse) {
+  const torch::stable::accelerator::DeviceGuard guard(states.get_device_index());
+  Rows rows(target);
+  rl_logp::CombineArgs args{};
+  set_targets(rows, target, args.target);
+  args.shape = rows.finish();
+  args.states = static_cast<const rl_logp::RowState*>(states.data_ptr());
+  args.shards = states.size(0);
+  args.vocab_size = vocab_size;
+  args.logp = static_cast<float*>(logp.data_ptr());
+  args.lse = static_cast<double*>(lse.data_ptr());
+  STD_CUDA_CHECK(launch_combine(args, current_stream(states)));
 }
 
 void backward_out(
@@ -158,7 +196,7 @@ void backward_out(
   const torch::stable::accelerator::DeviceGuard guard(logits.get_device_index());
   Rows rows(target);
   rl_logp::BackwardArgs args{};
-  inputs_of(rows, logits, target, temperature, args.inputs);
+  set_inputs(rows, logits, target, temperature, args.inputs);
   args.lse = static_cast<const double*>(lse.data_ptr());
   rows.add(lse, &args.lse_strides);
   if (grad_logp) {
@@ -172,9 +210,7 @@ void backward_out(
   args.dlogits = dlogits.data_ptr();
   rows.add(dlogits, &args.dlogits_strides);
   args.shape = rows.finish();
-  args.columns = columns_of(logits);
-  args.vocab_start = vocab_start;
-  args.vocab_size = vocab_size;
+  args.shard = {columns_of(logits), vocab_start, vocab_size};
   STD_CUDA_CHECK(launch_backward(dtype_of(logits), args, current_stream(logits)));
 }
 
@@ -183,4 +219,6 @@ void backward_out(
 STABLE_TORCH_LIBRARY_IMPL(rl_logp, CUDA, m) {
   m.impl("_fused_logp_forward_out", TORCH_BOX(&forward_out));
   m.impl("_fused_logp_backward_out", TORCH_BOX(&backward_out));
+  m.impl("_fused_logp_partial_out", TORCH_BOX(&partial_out));
+  m.impl("_fused_logp_combine_out", TORCH_BOX(&combine_out));
 }

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "check.h"
-#include "rl_logp/exact_sum.h"
+#include "rl_logp/row_state.h"
 
 namespace host_test {
 
@@ -59,32 +59,23 @@ inline std::vector<uint32_t> in_order(const Row& row) {
   return groups;
 }
 
-// As finish_row (partial_row.cuh) does it with one warp.
-inline rl_logp::LogSumExp finish(const PartialRow& partial, const Row& row) {
-  using namespace rl_logp;
+// As finish_row (partial_row.cuh) does it with one warp; `first_group` is the number of the row's
+// first group in the vocabulary.
+inline rl_logp::RowState finish(const PartialRow& partial, const Row& row, uint32_t first_group) {
   const float largest = partial.largest.largest + 0.0f;  // -0 counts as 0
-  const GroupValues values = group_values(row, partial.largest.group);
-  ExactSum term;
-  if (absolute(largest) < kInfinity) rl_logp::add_group(term, values.y, largest);
-  ExactSum rest = partial.sum;
-  subtract_term(rest, term);
-  double powers[kGroup];
-  bool found = false;
-  for (int i = 0; i < kGroup; ++i) {
-    const bool excluded = !found && values.y[i] == largest;
-    found = found || excluded;
-    const double exponent = (static_cast<double>(values.y[i]) - largest) * kLog2eDouble;
-    powers[i] = (excluded ? 0.0 : 1.0) * exp_base_2(exponent);
+  rl_logp::LargestTerm term;
+  if (rl_logp::absolute(largest) < rl_logp::kInfinity) {
+    term = rl_logp::largest_term(group_values(row, partial.largest.group).y, largest);
   }
-  for (int width = kGroup / 2; width > 0; width /= 2) {
-    for (int i = 0; i < width; ++i) powers[i] += powers[i + width];
-  }
-  const RelativeRest relative(rest, largest);
-  return log_sum_exp(rest, largest, powers[0], relative.scaled * exp_base_2(relative.exponent));
+  return rl_logp::RowState(partial.sum, {largest, partial.largest.group + first_group}, term);
+}
+
+inline rl_logp::RowState state_of(const Row& row, uint32_t first_group = 0) {
+  return finish(sum_groups(row, in_order(row)), row, first_group);
 }
 
 inline rl_logp::LogSumExp log_sum_exp_of(const Row& row) {
-  return finish(sum_groups(row, in_order(row)), row);
+  return rl_logp::log_sum_exp(state_of(row));
 }
 
 // The sum of exp(y - largest) over all columns but one that is `largest`, in long double.

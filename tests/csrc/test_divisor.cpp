@@ -218,7 +218,7 @@ ExactSum divided_by_shortcuts(const GroupValues& x, const Divisor& divisor) {
     }
     add_group_fast(sum, y.y, largest);
   } else if (largest_x != -kInfinity) {
-    merge(sum, divided_term(x, largest_x, divisor.value));
+    merge(sum, divided_term(x, divisor.value));
   }
   return sum;
 }

@@ -76,7 +76,8 @@ void check_same(
   CHECK(
       same_state(actual, expected), "another state: %s, %s, %zu columns", how, kind.name,
       row.size());
-  const LogSumExp a = host_test::finish(actual, row), e = host_test::finish(expected, row);
+  const LogSumExp a = log_sum_exp(host_test::finish(actual, row, 0));
+  const LogSumExp e = log_sum_exp(host_test::finish(expected, row, 0));
   CHECK(
       host_test::same_bits(a.lse(), e.lse()), "lse %a and %a: %s, %s, %zu columns", a.lse(),
       e.lse(), how, kind.name, row.size());
@@ -156,6 +157,40 @@ void shards_of_the_vocabulary() {
   });
 }
 
+// Each shard reads its own columns only, and makes the state that is sent to the others.
+void states_of_shards() {
+  Random random;
+  for_every_kind(random, 60, [&](const Kind& kind, const Row& row, const PartialRow& whole) {
+    const LogSumExp expected = log_sum_exp(host_test::finish(whole, row, 0));
+    const size_t target = random.below(row.size());
+    std::vector<RowState> states;
+    for (size_t start = 0; start < row.size();) {
+      const size_t groups = 1 + random.below(host_test::groups_of(row));
+      const size_t end = std::min(row.size(), start + groups * kGroup);
+      const Row shard(row.begin() + start, row.begin() + end);
+      RowState state = host_test::state_of(shard, static_cast<uint32_t>(start / kGroup));
+      state.has_target = start <= target && target < end;
+      if (state.has_target) state.target_y = row[target];
+      states.push_back(state);
+      start = end;
+    }
+    random.shuffle(states);
+    RowState merged;
+    for (const RowState& state : states) merge(merged, state);
+    const LogSumExp actual = log_sum_exp(merged);
+    const size_t columns = row.size();
+    CHECK(
+        host_test::same_bits(actual.lse(), expected.lse()), "lse %a and %a: %s, %zu columns",
+        actual.lse(), expected.lse(), kind.name, columns);
+    const float logp = logp_of(merged, actual), expected_logp = expected.logp(row[target]);
+    CHECK(
+        host_test::same_bits(logp, expected_logp), "logp %a and %a: %s, %zu columns", logp,
+        expected_logp, kind.name, columns);
+    merged.has_target = 2;  // shards that overlap
+    CHECK(std::isnan(logp_of(merged, actual)), "a target in two shards: %s", kind.name);
+  });
+}
+
 void columns_of_minus_infinity_at_the_end() {
   Random random;
   for_every_kind(random, 60, [&](const Kind& kind, const Row& row, const PartialRow& expected) {
@@ -210,6 +245,7 @@ int main(int argc, char** argv) {
       {{"groups in any order", groups_in_any_order},
        {"parts merged in any tree", parts_merged_in_any_tree},
        {"shards of the vocabulary", shards_of_the_vocabulary},
+       {"states of shards", states_of_shards},
        {"columns of -inf at the end", columns_of_minus_infinity_at_the_end},
        {"halves of a group", halves_of_a_group},
        {"columns have their places", columns_have_their_places}});

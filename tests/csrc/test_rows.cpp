@@ -214,15 +214,15 @@ void targets_and_temperatures_of_rows() {
   RowInputs inputs{};
   inputs.temperature = temperatures;
   inputs.temperature_strides = strides_of({1, 0});  // one a sequence
-  inputs.target_strides = strides_of({1, 2});       // transposed
+  inputs.target.strides = strides_of({1, 2});       // transposed
   for (int64_t row = 0; row < shape.rows; ++row) {
     const int64_t at = row / 3 + row % 3 * 2;
-    inputs.target = wide;
-    inputs.target_is_int64 = true;
-    CHECK(inputs.target_of(shape, row) == wide[at], "int64, row %d", static_cast<int>(row));
-    inputs.target = narrow;
-    inputs.target_is_int64 = false;
-    CHECK(inputs.target_of(shape, row) == narrow[at], "int32, row %d", static_cast<int>(row));
+    inputs.target.target = wide;
+    inputs.target.is_int64 = true;
+    CHECK(inputs.target.of(shape, row) == wide[at], "int64, row %d", static_cast<int>(row));
+    inputs.target.target = narrow;
+    inputs.target.is_int64 = false;
+    CHECK(inputs.target.of(shape, row) == narrow[at], "int32, row %d", static_cast<int>(row));
     CHECK(
         inputs.temperature_of(shape, row) == temperatures[row / 3], "row %d",
         static_cast<int>(row));

@@ -124,6 +124,14 @@ RL_LOGP_HOST_DEVICE inline float multiply(float a, float b) {
 #endif
 }
 
+RL_LOGP_HOST_DEVICE inline double multiply(double a, double b) {
+#ifdef __CUDA_ARCH__
+  return __dmul_rn(a, b);
+#else
+  return a * b;
+#endif
+}
+
 // The value, or 0 of its sign where it is subnormal.
 RL_LOGP_HOST_DEVICE inline float flushed(float value) {
   return std::fabs(value) < 1.17549435e-38f ? std::copysign(0.0f, value) : value;
@@ -141,8 +149,6 @@ RL_LOGP_HOST_DEVICE inline float multiply_flushed(float a, float b) {
 }
 
 RL_LOGP_HOST_DEVICE inline double round_to_integer(double value) { return std::rint(value); }
-
-RL_LOGP_HOST_DEVICE inline double natural_log(double value) { return std::log(value); }
 
 RL_LOGP_HOST_DEVICE inline double log_1_plus(double value) { return std::log1p(value); }
 
@@ -198,13 +204,20 @@ RL_LOGP_HOST_DEVICE inline float divide(float x, float divisor) {
 #endif
 }
 
+// Where it is rare: its code stays out of the loops that call it.
+RL_LOGP_HOST_DEVICE RL_LOGP_NOINLINE inline float divide_rarely(float x, float divisor) {
+  return divide(x, divisor);
+}
+
 // What a row's columns are divided by: x / value rounded to nearest, without a division per column.
 //
 // With the reciprocal in two parts, high + low, fma(x, high, x * low) is less than an ulp off, and
 // one correction by its remainder makes it the rounded quotient (Markstein, IBM J. Res. Dev. 34,
 // 1990; Brisebarre, Muller and Raina, IEEE Trans. Comput. 53, 2004). Where the quotient is below
-// 2^-100 its remainder may be too small for fp32, and it may be off: no exponential sees that, but
-// a comparison does.
+// kSmallestRounded its remainder may be too small for fp32, and it may be off: no exponential sees
+// that, but a comparison does.
+constexpr float kSmallestRounded = 7.888609052210118e-31f;  // 2^-100
+
 struct Divisor {
   float value = 1.0f, high = 1.0f, low = 0.0f;
   bool fast = true;  // otherwise the remainders may leave the range of fp32
@@ -219,6 +232,11 @@ struct Divisor {
 
   static RL_LOGP_HOST_DEVICE RL_LOGP_FORCEINLINE bool is_fast(float temperature) {
     return temperature > 1.0f / 1048576.0f && temperature < 1048576.0f;
+  }
+
+  // Whether fast_quotient of x is sure to be the rounded quotient.
+  static RL_LOGP_HOST_DEVICE RL_LOGP_FORCEINLINE bool is_rounded(float x, float fast_quotient) {
+    return x == 0 || !(absolute(fast_quotient) < kSmallestRounded);
   }
 
   // The rounded quotient; or its neighbour, for the few x whose quotient is as near to halfway

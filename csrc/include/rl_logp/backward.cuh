@@ -107,10 +107,16 @@ struct RowGradient {
   __device__ __forceinline__ void write_column(int64_t column) const {
     float d = 0.0f;
     if (!zero) {
-      float y = Convert::to_float(logits[column]);
-      if constexpr (Traits::kTemperature) y = divide(y, temperature);
-      d = column == target_column ? softmax().at_target(y, target_factor)
-                                  : softmax().product_of_any(y);
+      const RowSoftmax row_softmax = softmax();
+      const float x = Convert::to_float(logits[column]);
+      if (column == target_column) {
+        d = row_softmax.at_target(Traits::kTemperature ? divide(x, temperature) : x, target_factor);
+      } else if (Traits::kTemperature && is_fast()) {
+        // As in a tile: which columns are the ends of a row depends on where it lies.
+        d = row_softmax.product(fast_y(Divisor(temperature), fmaxf(x, kSmallestDividend)));
+      } else {
+        d = row_softmax.product_of_any(Traits::kTemperature ? divide(x, temperature) : x);
+      }
     }
     dlogits[column] = Convert::from_float(d);
   }
@@ -178,6 +184,11 @@ struct RowGradient {
     }
   }
 
+  // y of a column that is not the target, in a row whose arithmetic is fast. It may be an ulp off.
+  static __device__ __forceinline__ float fast_y(const Divisor& divisor, float dividend) {
+    return fmaxf(divisor.near_quotient(dividend), kSmallestFast);
+  }
+
   static __device__ __forceinline__ void gradient_of(
       const RowSoftmax& softmax, const Divisor& divisor, uint32_t (&words)[4]) {
 #pragma unroll
@@ -190,9 +201,7 @@ struct RowGradient {
       }
 #pragma unroll
       for (int j = 0; j < Convert::kPerWord; ++j) {
-        if constexpr (Traits::kTemperature) {
-          values[j] = fmaxf(divisor.near_quotient(values[j]), kSmallestFast);
-        }
+        if constexpr (Traits::kTemperature) values[j] = fast_y(divisor, values[j]);
         values[j] = softmax.product(values[j]);
       }
       words[i] = Convert::pack(values);
@@ -223,15 +232,14 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   for (int64_t row = shape.rows - 1 - blockIdx.y; row >= 0; row -= gridDim.y) {
     const auto* logits =
         static_cast<const Element*>(inputs.logits) + offset_of(shape, row, inputs.logits_strides);
-    if (args.early) prefetch_tile<Traits>(logits, args.columns);
-    const int64_t target = inputs.target_of(shape, row);
-    const bool ignored = target < 0 || target >= args.vocab_size;
+    if (args.early) prefetch_tile<Traits>(logits, args.shard.columns);
+    const int64_t target = inputs.target.of(shape, row);
     float dlogp = 0.0f;
     double dlse = 0.0;
     if (args.grad_logp) dlogp = args.grad_logp[offset_of(shape, row, args.grad_logp_strides)];
     if (args.grad_lse) dlse = args.grad_lse[offset_of(shape, row, args.grad_lse_strides)];
     const double lse = args.lse[offset_of(shape, row, args.lse_strides)];
-    if (ignored) dlogp = 0.0f;
+    if (is_ignored(target, args.shard.vocab_size)) dlogp = 0.0f;
     float temperature = 1.0f;
     float softmax_factor = static_cast<float>(dlse - dlogp), target_factor = dlogp;
     if constexpr (Traits::kTemperature) {
@@ -244,11 +252,11 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
         temperature,
         softmax_factor,
         target_factor,
-        target - args.vocab_start,
+        target - args.shard.vocab_start,
         dlogp == 0.0f && dlse == 0.0,
         logits,
         static_cast<Element*>(args.dlogits) + offset_of(shape, row, args.dlogits_strides),
-        args.columns};
+        args.shard.columns};
     gradient.write(stage, blockIdx.x, gridDim.x);
   }
 }

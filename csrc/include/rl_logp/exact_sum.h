@@ -1,4 +1,4 @@
-// An exact, order-free sum of exponentials, and its logarithm (docs/numerics.md explains it).
+// An exact, order-free sum of exponentials (docs/numerics.md explains it).
 //
 // A row's sum of exp(y) is cut into groups of 16 consecutive columns. A group's term is a 24-bit
 // integer times a power of two, a function of its 16 values alone. Terms are added as integers, in
@@ -146,7 +146,6 @@ RL_LOGP_HOST_DEVICE RL_LOGP_NOINLINE inline ExactSum slow_term(GroupValues group
   } else if (largest == kInfinity) {
     term.top = kInfTop;
   } else if (largest >= kWideLimit || largest <= -kWideLimit) {
-    if (largest == -kInfinity) return term;
     term.top = wide_top(largest);
     for (int i = 0; i < kGroup; ++i) term.middle += group.y[i] == largest;
   } else {
@@ -184,21 +183,11 @@ RL_LOGP_HOST_DEVICE RL_LOGP_FORCEINLINE void add_group(
 // The term of a group that is divided by a temperature beyond what Divisor's shortcuts allow, or is
 // out of the fast range when it is divided.
 RL_LOGP_HOST_DEVICE RL_LOGP_NOINLINE inline ExactSum divided_term(
-    GroupValues group, float largest, float temperature) {
+    GroupValues group, float temperature) {
   for (int i = 0; i < kGroup; ++i) group.y[i] = divide(group.y[i], temperature);
   ExactSum term;
-  add_group(term, group.y, divide(largest, temperature));
+  add_group(term, group.y, largest_of(group.y));  // NaN where an infinity meets an infinity
   return term;
-}
-
-// The largest column's group, the first of them where several hold the largest value.
-struct LargestGroup {
-  float largest = -kInfinity;
-  uint32_t group = 0xffffffffu;  // the number of its first column, over kGroup
-};
-
-RL_LOGP_HOST_DEVICE inline bool is_before(const LargestGroup& a, const LargestGroup& b) {
-  return a.largest > b.largest || (a.largest == b.largest && a.group < b.group);
 }
 
 // sum -= term, where the term is part of the sum.
@@ -208,55 +197,5 @@ RL_LOGP_HOST_DEVICE inline void subtract_term(ExactSum& sum, ExactSum term) {
   sum.middle -= term.middle;
   sum.low -= term.low;
 }
-
-// A row's log-sum-exp as largest + log_rest, which is more than their sum can hold. Where `largest`
-// is infinite or NaN it is the lse.
-struct LogSumExp {
-  double largest;
-  double log_rest;
-
-  RL_LOGP_HOST_DEVICE bool is_finite() const {
-    return absolute(largest) < static_cast<double>(kInfinity);
-  }
-
-  RL_LOGP_HOST_DEVICE double lse() const {
-    if (!is_finite()) return largest;
-    if (absolute(largest) >= kWideLse) return wide_lse(static_cast<float>(largest), log_rest);
-    return largest + log_rest;
-  }
-
-  RL_LOGP_HOST_DEVICE float logp(float y) const {
-    if (!is_finite()) return kNan;
-    const double logp = (y - largest) - log_rest;
-    return static_cast<float>(logp > 0 ? 0.0 : logp);
-  }
-};
-
-// The log of a sum, once a row, in double. A term is only as good as fp32, which shows where one
-// column is nearly all of the sum: so the largest column's group comes in double. `rest` is the sum
-// without its term, `others` the sum of exp(y - largest) over its columns but the largest, and
-// `relative` is rest * exp(-largest).
-RL_LOGP_HOST_DEVICE inline LogSumExp log_sum_exp(
-    const ExactSum& rest, float largest, double others, double relative) {
-  if (rest.top == kEmptyTop) return {-static_cast<double>(kInfinity), 0.0};
-  if (rest.top == kInfTop) return {static_cast<double>(kInfinity), 0.0};
-  if (rest.top == kNanTop) return {static_cast<double>(kNan), 0.0};
-  return {static_cast<double>(largest), log_1_plus(others + relative)};
-}
-
-// rest * exp(-largest) is scaled * 2^exponent. A wide sum counts columns that are `largest`.
-struct RelativeRest {
-  double scaled, exponent;
-
-  RL_LOGP_HOST_DEVICE RelativeRest(const ExactSum& rest, float largest)
-      : scaled(static_cast<double>(rest.middle)), exponent(0.0) {
-    if (is_wide_top(rest.top)) return;
-    scaled = (static_cast<double>(rest.high) * 4294967296.0 + scaled) +
-             static_cast<double>(rest.low) * 2.3283064365386962891e-10;
-    // The exponents cancel before they are rounded.
-    const double m = largest;
-    exponent = fused_multiply_add(-m, kLog2eDouble, 32.0 * (rest.top - 1)) - m * kLog2eDoubleTail;
-  }
-};
 
 }  // namespace rl_logp

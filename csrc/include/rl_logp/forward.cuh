@@ -47,11 +47,9 @@ __device__ __forceinline__ bool is_near_exact(const Divisor& divisor) {
   return __all_sync(kFullWarp, exact);
 }
 
-// Adds the group of 16 columns in `words`, and returns its largest y.
+// The largest column of a group, or NaN if any is.
 template <class Traits>
-__device__ __forceinline__ float add_words(
-    ExactSum& sum, const uint32_t (&words)[Traits::kWordsPerGroup], const Divisor& divisor,
-    bool near_is_exact) {
+__device__ __forceinline__ float largest_of_words(const uint32_t (&words)[Traits::kWordsPerGroup]) {
   using Convert = ElementTraits<typename Traits::Element>;
   uint32_t largest[Traits::kWordsPerGroup];
 #pragma unroll
@@ -65,60 +63,87 @@ __device__ __forceinline__ float add_words(
   }
   float m[2];
   Convert::unpack(largest[0], m);
-  if constexpr (Convert::kPerWord == 2) m[0] = larger(m[0], m[1]);
+  return Convert::kPerWord == 2 ? larger(m[0], m[1]) : m[0];
+}
+
+// Adds the group of 16 columns in `words`, and returns its largest y.
+template <class Traits>
+__device__ __forceinline__ float add_words(
+    ExactSum& sum, const uint32_t (&words)[Traits::kWordsPerGroup]) {
+  using Convert = ElementTraits<typename Traits::Element>;
   float y[kGroup];
-  if constexpr (Traits::kTemperature) {
-    // Division by a positive number keeps the order. What is not finite stays so, or becomes NaN.
-    const float largest_y = divisor.fast_quotient(m[0]);
-    if (divisor.fast && absolute(largest_y) < kFastLimit) {
-#pragma unroll
-      for (int i = 0; i < kGroup; i += Convert::kPerWord) {
-        Convert::unpack_dividend(words[i / Convert::kPerWord], y + i);
-      }
-      if (near_is_exact) {
-#pragma unroll
-        for (int i = 0; i < kGroup; ++i) y[i] = divisor.near_quotient(y[i]);
-      } else {
-#pragma unroll
-        for (int i = 0; i < kGroup; ++i) y[i] = divisor.fast_quotient(y[i]);
-      }
-      add_group_fast(sum, y, largest_y);
-      return largest_y;
-    }
-    if (m[0] == -kInfinity) return m[0];
-    GroupValues group;
-#pragma unroll
-    for (int i = 0; i < kGroup; i += Convert::kPerWord) {
-      Convert::unpack(words[i / Convert::kPerWord], group.y + i);
-    }
-    merge(sum, divided_term(group, m[0], divisor.value));
-    return divide(m[0], divisor.value);
-  }
 #pragma unroll
   for (int i = 0; i < kGroup; i += Convert::kPerWord) {
     Convert::unpack(words[i / Convert::kPerWord], y + i);
   }
-  add_group(sum, y, m[0]);
-  return m[0];
+  const float largest = largest_of_words<Traits>(words);
+  add_group(sum, y, largest);
+  return largest;
 }
 
-// One warp's part of a row's sum. `early`: copies start before `skip`, which waits for the target,
-// is known.
+// The same of columns that are divided by a temperature first.
+template <class Traits>
+__device__ __forceinline__ float add_divided_words(
+    ExactSum& sum, const uint32_t (&words)[Traits::kWordsPerGroup], const Divisor& divisor,
+    bool near_is_exact) {
+  using Convert = ElementTraits<typename Traits::Element>;
+  const float largest = largest_of_words<Traits>(words);
+  // Division by a positive number keeps the order. What is not finite stays so, or becomes NaN.
+  const float largest_y = divisor.fast_quotient(largest);
+  if (divisor.fast && absolute(largest_y) < kFastLimit) {
+    float y[kGroup];
+#pragma unroll
+    for (int i = 0; i < kGroup; i += Convert::kPerWord) {
+      Convert::unpack_dividend(words[i / Convert::kPerWord], y + i);
+    }
+    if (near_is_exact) {
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) y[i] = divisor.near_quotient(y[i]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) y[i] = divisor.fast_quotient(y[i]);
+    }
+    add_group_fast(sum, y, largest_y);
+    // Groups are compared by it, and with the columns that are read again (finish_row).
+    return divisor.is_rounded(largest, largest_y) ? largest_y
+                                                  : divide_rarely(largest, divisor.value);
+  }
+  if (divisor.fast && largest == -kInfinity) return largest;
+  GroupValues group;
+#pragma unroll
+  for (int i = 0; i < kGroup; i += Convert::kPerWord) {
+    Convert::unpack(words[i / Convert::kPerWord], group.y + i);
+  }
+  merge(sum, divided_term(group, divisor.value));
+  return divide_rarely(largest, divisor.value);
+}
+
+// 0 where it is not one of these columns.
+template <class Element>
+__device__ __forceinline__ float logit_of(const Shard& shard, const Element* row, int64_t target) {
+  if (!has_column(shard, target)) return 0.0f;
+  return ElementTraits<Element>::to_float(row[target - shard.vocab_start]);
+}
+
+// One warp's part of a row's sum. Of few rows, copies start before `skip`, which waits for the
+// target, is known.
 template <class Traits, int kShift>
 __device__ __forceinline__ PartialRow sum_of_tiles(
-    uint4* stages, const typename Traits::Element* row, int64_t vocab_size, int first, int step,
-    bool early, bool skip, int64_t label, const Divisor& divisor, float& target_logit) {
-  TileStream<Traits, kShift> tiles(stages, row, vocab_size, first, step);
+    uint4* stages, const typename Traits::Element* row, const Shard& shard, int first, int step,
+    bool skip, int64_t target, const Divisor& divisor, float& target_logit) {
+  const int64_t columns = shard.columns;
+  TileStream<Traits, kShift> tiles(stages, row, columns, first, step);
   PartialRow partial;
-  if (early) tiles.start();
-  if (label >= 0) {  // now, so that it has come when the sum is there
-    target_logit = ElementTraits<typename Traits::Element>::to_float(row[label]);
+  if (Traits::kFewRows) {
+    tiles.start();
+  } else {
+    target_logit = logit_of(shard, row, target);  // now, so that it has come when the sum is there
   }
   if (!skip) {
-    if (!early) tiles.start();
+    if (!Traits::kFewRows) tiles.start();
     const bool near_is_exact = is_near_exact<Traits>(divisor);
-    const int whole = static_cast<int>(vocab_size / Traits::kTileColumns);
-    const int count = static_cast<int>(ceil_div(vocab_size, Traits::kTileColumns));
+    const int whole = static_cast<int>(columns / Traits::kTileColumns);
+    const int count = static_cast<int>(ceil_div(columns, Traits::kTileColumns));
     for (int tile = first; tile < count; tile += step) {
       uint32_t words[Traits::kGroupsPerLane][Traits::kWordsPerGroup];
       tiles.take(words);
@@ -127,12 +152,17 @@ __device__ __forceinline__ PartialRow sum_of_tiles(
             static_cast<int64_t>(tile) * Traits::kTileColumns + threadIdx.x % kWarpSize * kGroup;
 #pragma unroll
         for (int group = 0; group < Traits::kGroupsPerLane; ++group) {
-          mask_words<Traits>(words[group], vocab_size - start - group * kWarpSize * kGroup);
+          mask_words<Traits>(words[group], columns - start - group * kWarpSize * kGroup);
         }
       }
 #pragma unroll
       for (int group = 0; group < Traits::kGroupsPerLane; ++group) {
-        const float largest = add_words<Traits>(partial.sum, words[group], divisor, near_is_exact);
+        float largest;
+        if constexpr (Traits::kTemperature) {
+          largest = add_divided_words<Traits>(partial.sum, words[group], divisor, near_is_exact);
+        } else {
+          largest = add_words<Traits>(partial.sum, words[group]);
+        }
         if (largest > partial.largest.largest) {  // the first, as tiles are taken in order
           partial.largest.largest = largest;
           partial.largest.group =
@@ -150,61 +180,55 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     forward_kernel(const __grid_constant__ ForwardArgs args) {
   using Element = typename Traits::Element;
   __shared__ uint4 stages[Traits::kWarps][Traits::kStages * Traits::kStageChunks];
-  __shared__ PartialRow partial[Traits::kWarps];
+  // Of all blocks, in the first of them.
+  __shared__ PartialRow partial[Traits::kMaxBlocks * Traits::kWarps];
+  __shared__ Target row_target;
   const RowBlocks blocks;
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-  const int64_t grid_rows = gridDim.x / blocks.count;
-  for (int64_t index = blockIdx.x / blocks.count; index < args.shape.rows; index += grid_rows) {
+  for (int64_t index = blocks.row; index < args.shape.rows; index += blocks.rows) {
+    blocks.arrive();
     const int64_t row = row_in_order(index, args.shape.rows, args.passes);
     const auto* logits = static_cast<const Element*>(args.inputs.logits) +
                          offset_of(args.shape, row, args.inputs.logits_strides);
-    const int64_t target = args.inputs.target_of(args.shape, row);
-    const bool ignored = target < 0 || target >= args.vocab_size;
-    const bool skip = ignored && !args.all_rows;
-    const bool finishes = blocks.rank == 0 && threadIdx.x == 0;
+    const int64_t target = args.inputs.target.of(args.shape, row);
     Divisor divisor;
     if constexpr (Traits::kTemperature) {
       divisor = Divisor(args.inputs.temperature_of(args.shape, row));
     }
+    PartialRow part;
     float target_logit = 0.0f;
-    if (Traits::kRehearses && warp == Traits::kWarps) {
+    if (Traits::kFewRows && warp == Traits::kWarps) {
       rehearse_finish<Element, Traits::kTemperature>();
+      target_logit = logit_of(args.shard, logits, target);
     } else {
-      PartialRow part;
       with_constant<Traits::kElementsPerChunk>(misalignment_of(logits), [&](auto shift) {
         part = sum_of_tiles<Traits, decltype(shift)::value>(
-            stages[warp], logits, args.vocab_size, blocks.rank * Traits::kWarps + warp,
-            blocks.count * Traits::kWarps, args.early, skip, finishes && !ignored ? target : -1,
-            divisor, target_logit);
+            stages[warp], logits, args.shard, blocks.rank * Traits::kWarps + warp,
+            blocks.count * Traits::kWarps, is_skipped(args, target), target, divisor, target_logit);
       });
       part = warp_row(part);
-      if (lane == 0) partial[warp] = part;
     }
+    blocks.wait();  // the first block runs, and has read what stands in `partial` from another row
+    if (warp < Traits::kWarps && lane == 0) {
+      *blocks.map(&partial[blocks.rank * Traits::kWarps + warp], 0) = part;
+    }
+    if (threadIdx.x == Traits::kThreads - kWarpSize) row_target = {target, target_logit};
     blocks.sync();
     if (blocks.rank == 0 && warp == 0) {
       PartialRow total;
 #pragma unroll 1
       for (int i = lane; i < blocks.count * Traits::kWarps; i += kWarpSize) {
-        const PartialRow other = *blocks.map(&partial[i % Traits::kWarps], i / Traits::kWarps);
-        merge(total.sum, other.sum);
-        if (is_before(other.largest, total.largest)) total.largest = other.largest;
+        merge(total, partial[i]);
       }
       total = warp_row(total);
-      LogSumExp result;
-      if constexpr (Traits::kRehearses) {
-        result = finish_row_in_one_place<Element, Traits::kTemperature>(
-            total, logits, args.vocab_size, divisor.value);
-      } else {
-        result = finish_row<Element, Traits::kTemperature>(
-            total, logits, args.vocab_size, divisor.value);
+      const FinishedRow finished = finish_row<Element, Traits::kTemperature>(
+          total, logits, args.shard.columns, divisor.value);
+      Target finished_target = row_target;
+      if constexpr (Traits::kTemperature) {
+        finished_target.y = divide(finished_target.y, divisor.value);
       }
-      if (lane == 0) {
-        const float y = Traits::kTemperature ? divide(target_logit, divisor.value) : target_logit;
-        args.lse[row] = skip ? 0.0 : result.lse();
-        args.logp[row] = ignored ? 0.0f : result.logp(y);
-      }
+      if (lane == 0) write_row(args, row, finished_target, total, finished);
     }
-    blocks.sync();  // the partial sums stay until they are read
   }
 }
 

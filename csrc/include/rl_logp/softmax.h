@@ -69,8 +69,8 @@ struct RowSoftmax {
   // One column of any row.
   RL_LOGP_HOST_DEVICE float product_of_any(float y) const {
     if (fast) return product(std::fmax(y, kSmallestFast));
-    const double power = log_softmax(y, lse) * kLog2eDouble;
-    return multiply(exp2_approx(static_cast<float>(power)), factor);
+    return static_cast<float>(
+        multiply(exponential(log_softmax(y, lse)), static_cast<double>(factor)));
   }
 
   // The target's column, factor * p + target_factor. In double: 1 - p is next to nothing where p is

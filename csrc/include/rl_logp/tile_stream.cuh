@@ -11,16 +11,19 @@ constexpr int kWarpSize = 32;
 
 template <
     class Element_, int kWarps_, int kStages_, int kGroupsPerLane_, bool kTemperature_,
-    int kMinBlocks_ = 1, bool kRehearses_ = false>
+    int kMinBlocks_ = 1, bool kFewRows_ = false>
 struct ForwardTraits {
   using Element = Element_;
   static constexpr int kWarps = kWarps_;
   static constexpr int kStages = kStages_;                // tiles in flight a warp
   static constexpr int kGroupsPerLane = kGroupsPerLane_;  // of a tile
   static constexpr bool kTemperature = kTemperature_;
-  static constexpr int kMinBlocks = kMinBlocks_;   // on a multiprocessor, which caps registers
-  static constexpr bool kRehearses = kRehearses_;  // with a warp of its own
-  static constexpr int kThreads = (kWarps + kRehearses) * kWarpSize;
+  static constexpr int kMinBlocks = kMinBlocks_;  // on a multiprocessor, which caps registers
+  // Few rows are short of time, not of bandwidth: they are cut over several blocks and read before
+  // it is known whether they are ignored, while a warp of its own rehearses their end.
+  static constexpr bool kFewRows = kFewRows_;
+  static constexpr int kMaxBlocks = kFewRows ? 8 : 1;  // of a row: a portable cluster size
+  static constexpr int kThreads = (kWarps + kFewRows) * kWarpSize;
   static constexpr int kElementsPerChunk = kChunkBytes / sizeof(Element);
   static constexpr int kChunksPerGroup = kGroup / kElementsPerChunk;
   static constexpr int kWordsPerGroup = kChunksPerGroup * kChunkBytes / 4;
@@ -117,11 +120,11 @@ class TileStream {
 #pragma unroll 1
       for (int i = 0; i < kSweeps + has_extra; ++i) {
         const int64_t left = row_end_ - (source_ + i * kSweepBytes);
-        if (left <= 0) break;
-        const int bytes = left < kChunkBytes ? static_cast<int>(left) : kChunkBytes;
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + i * kSweepBytes),
-                     "l"(source_ + i * kSweepBytes), "r"(bytes)
-                     : "memory");
+        if (left >= kChunkBytes) {
+          copy(to, i);
+        } else {
+          copy_elements(to + i * kSweepBytes, source_ + i * kSweepBytes, static_cast<int>(left));
+        }
       }
     }
     next_ += step_;
@@ -133,6 +136,22 @@ class TileStream {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + sweep * kSweepBytes),
                  "l"(source_ + sweep * kSweepBytes)
                  : "memory");
+  }
+
+  // The last chunk of a row whose bytes are fewer than 16; none if they are not positive.
+  static __device__ __forceinline__ void copy_elements(uint32_t to, const char* source, int bytes) {
+#pragma unroll 1
+    for (int i = 0; i < bytes; i += sizeof(Element)) {
+      if constexpr (sizeof(Element) == 2) {
+        asm volatile("{.reg .b16 t; ld.global.b16 t, [%1]; st.shared.b16 [%0], t;}" ::"r"(to + i),
+                     "l"(source + i)
+                     : "memory");
+      } else {
+        asm volatile("{.reg .b32 t; ld.global.b32 t, [%1]; st.shared.b32 [%0], t;}" ::"r"(to + i),
+                     "l"(source + i)
+                     : "memory");
+      }
+    }
   }
 
   const char* stages_;

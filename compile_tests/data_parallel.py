@@ -52,7 +52,9 @@ def losses_of(run: Callable, step: int, rank: int) -> Tensor:
     return -run(tokens) * advantages
 
 
-def one_process(param_dtype: torch.dtype) -> list[Result]:
+def one_process(
+    param_dtype: torch.dtype, new_model: Callable[[], torch.nn.Module] = new_model
+) -> list[Result]:
     """What each rank should get, by one process that goes through their data in turn."""
     model = new_model()
     optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)

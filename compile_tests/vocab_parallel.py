@@ -1,0 +1,192 @@
+"""What the processes of test_vocab_parallel.py run, and what one process gets."""
+
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.multiprocessing.spawn import spawn
+
+import rl_logp
+from compile_tests import fsdp_tp
+from compile_tests.common import HAS_COMPILER, fresh_compiler, gradients
+from compile_tests.graphs import calls
+
+# Compiled, for each kind of case, once: compiling is what takes the time.
+COMPILED = ["aot_eager", *(["inductor"] if HAS_COMPILER else [])]
+COMPILED_CASES = ("four unequal shards", "rows and vocabulary", "rows over 4, unevenly")
+ROWS = (3, 4)
+TEMPERATURE = 0.7
+
+# Where shards begin and end: as many as there are processes in a group.
+CUTS = {
+    "two halves": (0, 48, 96),
+    "two unequal shards": (0, 16, 91),
+    "four quarters": (0, 16, 32, 48, 64),
+    "four unequal shards": (0, 16, 48, 80, 91),
+    "four shards, two of them empty": (0, 0, 32, 32, 50),
+}
+
+NOT_ALIGNED = ("vocabulary over 4, not aligned", "vocabulary over 4, of which one has none")
+
+# Shape of the mesh, placements of logits on it, and the size of the vocabulary.
+Layout = tuple[tuple[int, ...], list[Placement], int]
+LAYOUTS: dict[str, Layout] = {
+    "vocabulary over 4": ((4,), [Shard(2)], 128),
+    "vocabulary over 4, unevenly": ((4,), [Shard(2)], 125),
+    "vocabulary over 4, not aligned": ((4,), [Shard(2)], 100),
+    "vocabulary over 4, of which one has none": ((4,), [Shard(2)], 33),
+    "vocabulary over both dimensions": ((2, 2), [Shard(2), Shard(2)], 128),
+    "rows and vocabulary": ((2, 2), [Shard(0), Shard(2)], 96),
+    "vocabulary and rows": ((2, 2), [Shard(2), Shard(1)], 96),
+    "copies and vocabulary": ((2, 2), [Replicate(), Shard(2)], 96),
+    "rows over 2": ((2, 2), [Shard(0), Replicate()], 96),
+    "rows over 4, unevenly": ((2, 2), [Shard(0), Shard(1)], 96),
+    "no shards": ((2, 2), [Replicate(), Replicate()], 96),
+}
+
+
+def arguments(vocab_size: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
+    """The same logits and targets in every process; each second row's target is ignored."""
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = torch.randn(*ROWS, vocab_size, generator=generator).mul_(4).bfloat16()
+    target = torch.randint(vocab_size, ROWS, generator=generator)
+    target[:, ::2] = -100
+    return logits.to(device), target.to(device)
+
+
+def one_process(vocab_size: int, device: str = "cpu") -> tuple[Tensor, ...]:
+    """logp, lse and dlogits of the whole vocabulary, in one process."""
+    logits, target = arguments(vocab_size, device)
+    logits.requires_grad_()
+    outputs = rl_logp.vocab_parallel_logp(logits, target, temperature=TEMPERATURE, return_lse=True)
+    return (*(out.detach() for out in outputs), *gradients(outputs, logits))
+
+
+def backends(name: str) -> list[str]:
+    return ["eager", *(COMPILED if name in COMPILED_CASES else [])]
+
+
+def each_backend(name: str, function: Callable) -> Iterator[tuple[str, Callable, list]]:
+    """The function as it is, and compiled whole; with the graphs that the compiler was given."""
+    yield "eager", function, []
+    for backend in backends(name)[1:]:
+        with fresh_compiler():
+            compiler = CompileCounterWithBackend(backend)
+            run = torch.compile(function, backend=compiler, fullgraph=True)
+            yield backend, run, compiler.graphs
+
+
+def plain_shards(rank: int, size: int, device: str) -> dict[Any, Any]:
+    """This rank's results for all CUTS among as many processes; the other groups do the same."""
+    found: dict[Any, Any] = {}
+    for shards in {len(cuts) - 1 for cuts in CUTS.values()}:
+        if shards > size:
+            continue
+        groups = [dist.new_group(list(range(i, i + shards))) for i in range(0, size, shards)]
+        group, index = groups[rank // shards], rank % shards
+        for name, cuts in CUTS.items():
+            if len(cuts) - 1 != shards:
+                continue
+            start, end = list(pairwise(cuts))[index]
+            logits, target = arguments(cuts[-1], device)
+
+            def score(shard: Tensor, target: Tensor, start=start, size=cuts[-1], group=group):
+                return rl_logp.vocab_parallel_logp(
+                    shard,
+                    target,
+                    group=group,
+                    vocab_start=start,
+                    vocab_size=size,
+                    temperature=TEMPERATURE,
+                    return_lse=True,
+                )
+
+            for backend, run, graphs in each_backend(name, score):
+                shard = logits[..., start:end].clone().requires_grad_()
+                outputs = run(shard, target)
+                results = (*(out.detach() for out in outputs), *gradients(outputs, shard))
+                gathers = sum(
+                    calls(graph, torch.ops._c10d_functional.all_gather_into_tensor)
+                    for graph in graphs
+                )
+                found[name, backend] = [result.cpu() for result in results], gathers
+    return found
+
+
+def dtensors(rank: int, size: int, device: str) -> dict[Any, Any]:
+    """Results for all LAYOUTS, whole; how this rank had them, and what was communicated."""
+    found: dict[Any, Any] = {}
+    for name, (shape, placements, vocab_size) in LAYOUTS.items():
+        mesh = init_device_mesh(device, shape)
+        logits, target = arguments(vocab_size, device)
+        rows = [Replicate() if p.is_shard(2) else p for p in placements]
+
+        def score(logits: Tensor, target: Tensor):
+            return rl_logp.fused_logp(logits, target, temperature=TEMPERATURE, return_lse=True)
+
+        for backend, run, _ in each_backend(name, score):
+            leaf = distribute_tensor(logits, mesh, placements).requires_grad_()
+            sharded_target = distribute_tensor(target, mesh, rows)
+            upstream = [
+                distribute_tensor(
+                    torch.linspace(-1, 2, target.numel(), dtype=dtype, device=device).view(ROWS),
+                    mesh,
+                    rows,
+                )
+                for dtype in (torch.float32, torch.float64)
+            ]
+            if backend == "eager":
+                with CommDebugMode() as communication:
+                    outputs = run(leaf, sharded_target)
+                    (dlogits,) = torch.autograd.grad(outputs, leaf, upstream)
+                counts = {str(op): n for op, n in communication.get_comm_counts().items()}
+            else:
+                outputs = run(leaf, sharded_target)
+                (dlogits,) = torch.autograd.grad(outputs, leaf, upstream)
+                counts = None
+            results: list[Any] = [*outputs, dlogits]
+            assert all(isinstance(result, DTensor) for result in results)
+            found[name, backend] = (
+                [result.full_tensor().detach().cpu() for result in results],
+                [str(result.placements) for result in results],
+                counts,
+            )
+    return found
+
+
+SCENARIOS: dict[str, Callable[[int, int, str], dict[Any, Any]]] = {
+    "plain shards": plain_shards,
+    "dtensors": dtensors,
+    "fsdp and tp": fsdp_tp.train,
+}
+
+
+def worker(rank: int, size: int, device: str, folder: str, scenarios: list[str]) -> None:
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(minutes=5),
+    )
+    found = {name: SCENARIOS[name](rank, size, device) for name in scenarios}
+    torch.save(found, f"{folder}/results.{rank}")
+    dist.destroy_process_group()
+
+
+def run_processes(size: int, device: str, folder: Path, scenarios: list[str]) -> list[dict]:
+    """What each process found, by scenario."""
+    spawn(worker, (size, device, str(folder), scenarios), nprocs=size)
+    return [torch.load(folder / f"results.{rank}") for rank in range(size)]

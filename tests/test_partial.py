@@ -68,7 +68,8 @@ def test_a_state_holds_what_is_documented(device: str, dtype: torch.dtype, scale
         # value * 2^exponent is the group's term, and 2^(32 * (top - 1)) the bin of the top counter.
         term = words(state, torch.float32, 10).double().log2() + words(state, torch.int32, 11)
         expected = relative.log2() + largest.double() / math.log(2)
-        torch.testing.assert_close(term, expected, rtol=0, atol=3e-7)
+        # On a GPU exp2 is off by up to two ulps.
+        torch.testing.assert_close(term, expected, rtol=0, atol=6e-7)
         for row, of_row in enumerate(state.tolist()):
             top = int(words(state[row], torch.int32, 0))
             total = math.log(sum_of(of_row)) + 32 * top * math.log(2)

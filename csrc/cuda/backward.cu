@@ -34,7 +34,7 @@ cudaError_t launch_backward(Dtype dtype, const BackwardArgs& args, cudaStream_t 
     using Element = decltype(element);
     constexpr bool kTemperature = decltype(temperature)::value;
     using Many = BackwardTraits<Element, 64, 8, kTemperature, 12>;
-    using Few = BackwardTraits<Element, 64, 4, kTemperature>;
+    using Few = BackwardTraits<Element, 64, 2, kTemperature>;
     const int64_t blocks = args.shape.rows * tiles_per_row<Many>(args);
     BackwardArgs launched = args;
     // Few blocks are short of time, not of bandwidth.

@@ -27,8 +27,9 @@ struct RowBlocks {
   __device__ RowBlocks() {
     count = static_cast<int>(cooperative_groups::cluster_group::num_blocks());
     rank = static_cast<int>(cooperative_groups::cluster_group::block_rank());
-    asm("mov.u32 %0, %%clusterid.x;" : "=r"(row));
-    asm("mov.u32 %0, %%nclusterid.x;" : "=r"(rows));
+    const int log2_count = __ffs(count) - 1;  // a power of two
+    row = blockIdx.x >> log2_count;
+    rows = gridDim.x >> log2_count;
   }
   __device__ __forceinline__ void sync() const {
     if (count == 1) {

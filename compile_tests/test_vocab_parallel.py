@@ -105,6 +105,30 @@ def test_dtensors(name: str, backend: str, results: list[dict[Any, Any]]) -> Non
 
 
 @needs_gloo
+def test_dtensors_that_cannot_be_scored_as_they_are(results: list[dict[Any, Any]]) -> None:
+    for rank, found in enumerate(results):
+        said = found["refusals"]
+        assert said["plain"] == "True"
+        assert (
+            "fused_logp: expected logits that are not sharded on the vocabulary, got"
+            " (Shard(dim=2),): call rl_logp.fused_logp" in said["operator"]
+        )
+        assert said["layout"] == (
+            "vocab_parallel_logp: expected no group, vocab_start or vocab_size beside a DTensor,"
+            " whose placements say them, got (None, 0, None)"
+        )
+        start, end = 18 * rank, min(18 * (rank + 1), 70)
+        assert said["alignment"] == (
+            "vocab_parallel_logp: expected shards that start at multiples of 16 columns, got"
+            f" columns {start} to {end} of 70"
+        )
+        assert said["target"] == (
+            "vocab_parallel_logp: expected target as a DTensor, where rows are sharded as"
+            " (Shard(dim=0), Replicate()), got a plain tensor"
+        )
+
+
+@needs_gloo
 def test_fsdp_and_tensor_parallel_train_as_one_process(results: list[dict[Any, Any]]) -> None:
     of_halves = fsdp_tp.one_process()
     for rank, found in enumerate(results):

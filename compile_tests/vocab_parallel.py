@@ -6,6 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -163,9 +164,38 @@ def dtensors(rank: int, size: int, device: str) -> dict[Any, Any]:
     return found
 
 
-SCENARIOS: dict[str, Callable[[int, int, str], dict[Any, Any]]] = {
+def refusals(rank: int, size: int, device: str) -> dict[str, str]:
+    """What is said of DTensors that cannot be scored as they are."""
+    mesh = init_device_mesh(device, (size,))
+    logits, target = arguments(96, device)
+    by_vocabulary = distribute_tensor(logits, mesh, [Shard(2)])
+    unevenly = distribute_tensor(logits[..., :70], mesh, [Shard(2)])
+    by_rows = distribute_tensor(logits, init_device_mesh(device, (2, 2)), [Shard(0), Shard(2)])
+    whole_target = distribute_tensor(target, mesh, [Replicate()])
+    attempts: dict[str, Callable] = {
+        "operator": lambda: torch.ops.rl_logp.fused_logp(by_vocabulary, whole_target),
+        "layout": lambda: rl_logp.vocab_parallel_logp(by_vocabulary, target, vocab_start=0),
+        "alignment": lambda: rl_logp.vocab_parallel_logp(unevenly, target, require_aligned=True),
+        "target": lambda: rl_logp.fused_logp(by_rows, target),
+    }
+    found = {}
+    for name, attempt in attempts.items():
+        with pytest.raises((ValueError, RuntimeError)) as error:
+            attempt()
+        found[name] = str(error.value)
+    # Plain tensors are taken where each process has all rows.
+    plain: Any = rl_logp.fused_logp(
+        by_vocabulary, target, temperature=torch.ones(ROWS, device=device)
+    )
+    sharded: Any = rl_logp.fused_logp(by_vocabulary, whole_target)
+    found["plain"] = str(torch.equal(plain.to_local(), sharded.to_local()))
+    return found
+
+
+SCENARIOS: dict[str, Callable[[int, int, str], dict]] = {
     "plain shards": plain_shards,
     "dtensors": dtensors,
+    "refusals": refusals,
     "fsdp and tp": fsdp_tp.train,
 }
 

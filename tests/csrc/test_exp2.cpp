@@ -1,10 +1,9 @@
 // exp2_fp32: how far it is off, what it gives at its ends, and that it is exact where 2^x is.
-#include "rl_logp/exp2.h"
-
 #include <cmath>
 #include <limits>
 
 #include "check.h"
+#include "rl_logp/exp2.h"
 
 namespace {
 

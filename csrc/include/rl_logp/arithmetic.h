@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "rl_logp/exp2.h"
+
 #ifdef __CUDACC__
 #define RL_LOGP_HOST_DEVICE __host__ __device__
 #define RL_LOGP_FORCEINLINE __forceinline__
@@ -156,14 +158,15 @@ RL_LOGP_HOST_DEVICE inline double exponential(double value) { return std::exp(va
 
 RL_LOGP_HOST_DEVICE inline double exp_base_2(double value) { return std::exp2(value); }
 
-// 2^x: the hardware's approximation on a device (2 ulp, results below 2^-126 are 0).
+// 2^x, x being at most 127: the hardware's approximation on a device (2 ulp, results below 2^-126
+// are 0), and that of the CPU kernel on the host.
 RL_LOGP_HOST_DEVICE inline float exp2_approx(float x) {
 #ifdef __CUDA_ARCH__
   float result;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
   return result;
 #else
-  return flushed(std::exp2(x));
+  return exp2_fp32(x);
 #endif
 }
 

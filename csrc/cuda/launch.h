@@ -3,11 +3,10 @@
 
 #include <cuda_runtime_api.h>
 
+#include "rl_logp/dtype.h"
 #include "rl_logp/kernel_args.h"
 
 namespace rl_logp {
-
-enum class Dtype { kBFloat16, kFloat16, kFloat32 };
 
 // On the current device. The arguments are as the operators document them; rows may be 0.
 cudaError_t launch_forward(Dtype dtype, const ForwardArgs& args, cudaStream_t stream);

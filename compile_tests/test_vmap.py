@@ -88,7 +88,7 @@ def test_of_every_placing(case: str, return_lse: bool, monkeypatch: pytest.Monke
     expected = _loop(op, arguments, dims)
     runs = []
     check = _checks.forward
-    monkeypatch.setattr(_checks, "forward", lambda *a: (runs.append(a), check(*a)))
+    monkeypatch.setattr(_checks, "forward", lambda *a, **k: (runs.append(a), check(*a, **k)))
     actual = torch.vmap(op, in_dims=dims)(*arguments)
     assert len(runs) == 1
     assert_same_bits(actual, expected, "outputs")

@@ -80,8 +80,8 @@ def test_reloaded(device: str, options: dict, decomposed: bool, tmp_path: Path):
 
 @needs_compiler
 def test_compiled_ahead_of_time(tmp_path: Path):
-    # On the CPU alone: on an H200 with torch 2.11 the process crashed in aoti_load_package, once, for
-    # a reason that is not known.
+    # On the CPU alone: on an H200 with torch 2.11 the process crashed in aoti_load_package, once,
+    # for a reason that is not known.
     model = Head(temperature=0.7, return_lse=True).requires_grad_(False)
     compiled = _compile(_export(model), tmp_path)
     loaded = torch._inductor.aoti_load_package(compiled)

@@ -18,8 +18,17 @@ HOST_BIN  := $(if $(HAS_CXX),$(HOST_SRC:tests/csrc/%.cpp=$(HOST)/%))
 HOST_FLAGS := -std=c++17 -O1 -g -Wall -Wextra -Werror -Wno-unknown-pragmas -ffp-contract=off \
     -fsanitize=address,undefined -fno-sanitize-recover=all -Icsrc/include
 HEADERS   := $(wildcard csrc/include/rl_logp/*)
-CUDA_SRC  := $(wildcard csrc/cuda/*)
-CXX_FILES := $(wildcard csrc/include/rl_logp/* csrc/cuda/* tests/csrc/*.cpp tests/csrc/*.h)
+KERNEL_SRC := $(wildcard csrc/*.h csrc/cuda/* csrc/cpu/*)
+BUILD_SRC := setup.py $(wildcard tools/*_build.py)
+CXX_FILES := $(wildcard csrc/include/rl_logp/* tests/csrc/*.cpp tests/csrc/*.h) $(KERNEL_SRC)
+
+# The CPU kernel with ASan and UBSan, in a copy of the package. Linked to libasan, it can be loaded
+# only where that was loaded first.
+SANITIZED  := build/sanitized
+SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
+SANITIZE   := cd $(SANITIZED) && LD_PRELOAD=$$($(or $(CXX),c++) -print-file-name=libasan.so) \
+    ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=$(abspath $(SANITIZED)) $(abspath $(PY))
+FUZZ_CASES ?= 5000
 
 .PHONY: help
 help: ## Show this list
@@ -61,6 +70,16 @@ compile-cuda: $(if $(CUDA_HOME),$(VENV)/.dev,$(VENV)/.nvcc) ## Compile the kerne
 build-cuda: ## Build the CUDA kernels in place with $(PYTHON)
 	RL_LOGP_BUILD=cuda $(PYTHON) setup.py --quiet build_ext --inplace
 
+.PHONY: build-cpu
+build-cpu: ## Build the CPU kernel in place with $(PYTHON)
+	RL_LOGP_BUILD=cpu $(PYTHON) setup.py --quiet build_ext --inplace
+
+.PHONY: sanitize-cpu
+sanitize-cpu: $(SANITIZED)/.built ## Fuzz the CPU kernel and run its tests, under ASan and UBSan
+	$(SANITIZE) $(abspath tests/fuzz_cpu.py) --cases $(FUZZ_CASES)
+	$(SANITIZE) -m pytest --quiet --rootdir=$(CURDIR) -c $(abspath pyproject.toml) \
+	    $(abspath tests/test_cpu_kernel.py)
+
 .PHONY: gpu-test
 gpu-test: build-cuda ## Build the kernels, and run the tests that need a GPU
 	$(PYTHON) -m pytest -m cuda tests compile_tests
@@ -99,8 +118,19 @@ $(VENV)/.dev: requirements/dev.txt pyproject.toml $(VENV)/.venv
 	@RL_LOGP_BUILD=none $(PIP) --no-build-isolation --no-deps --editable .
 	@touch $@
 
-$(VENV)/.kernels: $(VENV)/.dev setup.py tools/cuda_build.py $(HEADERS) $(CUDA_SRC)
+$(VENV)/.kernels: $(VENV)/.dev $(BUILD_SRC) $(HEADERS) $(KERNEL_SRC)
 	@$(PY) setup.py --quiet build_ext --inplace
+	@$(if $(HAS_CXX),$(PY) -c 'import rl_logp, torch; rl_logp.require_kernel("cpu", torch.float32)')
+	@touch $@
+
+# A flag that the build gives itself comes later, and stands.
+$(SANITIZED)/.built: $(VENV)/.dev $(BUILD_SRC) $(HEADERS) $(KERNEL_SRC) $(wildcard rl_logp/*.py)
+	@rm -rf $(SANITIZED)
+	CFLAGS="$(SANITIZERS)" LDFLAGS="$(SANITIZERS)" RL_LOGP_BUILD=cpu $(PY) setup.py --quiet build \
+	    --build-lib $(SANITIZED) --build-temp $(SANITIZED)/objects
+	@$(SANITIZE) -c 'import rl_logp, torch; rl_logp.require_kernel("cpu", torch.float32); \
+	    assert "__asan_init" in open("/proc/self/maps").read() + \
+	    open(rl_logp._library._loaded["cpu"], "rb").read().decode("latin-1")'
 	@touch $@
 
 $(VENV)/.lint: requirements/lint.txt $(VENV)/.dev

@@ -1,17 +1,19 @@
 """Fixtures of the compiled tests: a fresh compiler each, few threads, a device."""
 
 import logging
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 from compile_tests.common import fresh_compiler
+from rl_logp import _library
 
 # pytest listens to every logger that does not propagate, and torch, once anyone listens to this
 # one, writes a trace of each compilation to it.
 logging.getLogger("torch.__trace").propagate = True
 
-DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.cuda))
+DEVICES = ("cpu", "cpu-chunked", pytest.param("cuda", marks=pytest.mark.cuda))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -24,8 +26,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> str:
-    return request.param
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A device type; ``cpu-chunked`` is the CPU with its kernel hidden, so the fallback runs."""
+    name, _, chunked = request.param.partition("-")
+    if not chunked:
+        yield name
+        return
+    if name not in _library._loaded:
+        pytest.skip("no CPU kernel is loaded, so the cpu case runs the fallback already")
+    with _library.hidden(name):
+        yield name
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,8 @@
 """Find the compiled kernels, load them where they can run, and say what serves a device and why."""
 
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Optional
 
@@ -37,20 +39,41 @@ def _find(module: str) -> Optional[str]:
 
 
 def load() -> None:
-    """Loads the CUDA kernels, if this torch is a CUDA build and they were compiled."""
+    """Loads the kernels that were compiled and that this torch can use, one library a device."""
+    _load("cpu", "_C_cpu", "the CPU kernel was not built (RL_LOGP_BUILD, docs/install.md)")
     if torch.version.hip:
         # A CUDA library may lie here from another environment; on ROCm it must not even be opened.
         _refused["cuda"] = "torch is a ROCm build, for which there is no kernel"
-        return
-    if not torch.version.cuda:
+    elif not torch.version.cuda:
         _refused["cuda"] = "torch is built without CUDA"
-        return
-    origin = _find("rl_logp._C_cuda")
+    else:
+        reason = "the CUDA kernels were not built (RL_LOGP_BUILD, docs/install.md)"
+        _load("cuda", "_C_cuda", reason)
+
+
+def _load(device_type: str, module: str, reason: str) -> None:
+    """Loads a library if it is there; otherwise the reason says why the device has no kernel."""
+    origin = _find(f"rl_logp.{module}")
     if origin is None:
-        _refused["cuda"] = "the CUDA kernels were not built (RL_LOGP_BUILD, docs/install.md)"
+        _refused[device_type] = reason
         return
     torch.ops.load_library(origin)
-    _loaded["cuda"] = origin
+    _loaded[device_type] = origin
+
+
+@contextmanager
+def hidden(device_type: str, reason: str = "hidden") -> Iterator[None]:
+    """Lets the fallback serve a device type, whatever is loaded: for tests and benchmarks."""
+    loaded, refused = _loaded.pop(device_type, None), _refused.get(device_type)
+    _refused[device_type] = reason
+    try:
+        yield
+    finally:
+        del _refused[device_type]
+        if refused is not None:
+            _refused[device_type] = refused
+        if loaded is not None:
+            _loaded[device_type] = loaded
 
 
 def kernel_for(device_type: str, dtype: torch.dtype) -> Backend:

@@ -101,8 +101,9 @@ def kernels() -> Report:
     import rl_logp
 
     yield "rl_logp", f"{rl_logp.__version__} ({rl_logp.__file__})"
-    spec = importlib.util.find_spec("rl_logp._C_cuda")
-    yield "CUDA kernels' file", "none" if spec is None else str(spec.origin)
+    for name, module in (("CUDA kernels", "_C_cuda"), ("CPU kernel", "_C_cpu")):
+        spec = importlib.util.find_spec(f"rl_logp.{module}")
+        yield f"file of the {name}", "none" if spec is None else str(spec.origin)
     for backend in rl_logp.backends():
         dtype = str(backend.dtype).removeprefix("torch.")
         yield f"{backend.device_type} {dtype}", f"{backend.path}: {backend.reason}"

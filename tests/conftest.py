@@ -1,4 +1,6 @@
-"""Where the contract is tested: on the CPU, and on a GPU through the kernels and without them."""
+"""Where the contract is tested: on a CPU and on a GPU, through the kernels and without them."""
+
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -33,16 +35,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(
     params=[
         "cpu",
+        "cpu-chunked",
         pytest.param("cuda", marks=pytest.mark.cuda),
         pytest.param("cuda-chunked", marks=pytest.mark.cuda),
     ]
 )
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A device type; ``cuda-chunked`` is CUDA with its kernels hidden, so the fallback runs."""
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A device type; ``-chunked`` is the device with its kernels hidden, so the fallback runs."""
     name, _, chunked = request.param.partition("-")
-    if chunked:
-        if name not in _library._loaded:
-            pytest.skip("no CUDA kernel is loaded, so the cuda case runs the fallback already")
-        monkeypatch.delitem(_library._loaded, name)
-        monkeypatch.setitem(_library._refused, name, "hidden by a test")
-    return name
+    if not chunked:
+        yield name
+        return
+    if name not in _library._loaded:
+        pytest.skip(f"no {name} kernel is loaded, so the {name} case runs the fallback already")
+    with _library.hidden(name):
+        yield name

@@ -26,7 +26,9 @@ def load(path: Path) -> ModuleType:
 
 
 setup: Any = load(ROOT / "setup.py")  # puts tools/ on the path, as a build does
+cpu_build: Any = sys.modules["cpu_build"]
 cuda_build: Any = sys.modules["cuda_build"]
+kernel_build: Any = sys.modules["kernel_build"]
 compile_cuda: Any = load(ROOT / "tools" / "compile_cuda.py")
 
 
@@ -54,35 +56,50 @@ def no_usual_toolkit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(cuda_build, "USUAL_TOOLKIT", tmp_path / "none")
 
 
-def fails_to_build(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> Path:
-        raise cuda_build.CannotBuild("the reason")
+def fails_to_build(monkeypatch: pytest.MonkeyPatch, *devices: str) -> None:
+    """Those devices' kernels cannot be built; the others' are built, in name."""
 
-    monkeypatch.setattr(setup, "cuda_toolkit", refuse)
+    def refuse() -> Any:
+        raise kernel_build.CannotBuild("the reason")
+
+    for device, (name, _) in setup.KERNELS.items():
+        build = refuse if device in devices else lambda device=device: f"built {device}"
+        monkeypatch.setitem(setup.KERNELS, device, (name, build))
 
 
 # --- modes ----------------------------------------------------------------------------------------
 def test_auto_leaves_out_what_cannot_be_built_and_says_why(monkeypatch, capsys) -> None:
-    fails_to_build(monkeypatch)
+    fails_to_build(monkeypatch, "cuda", "cpu")
     assert setup.extensions("auto") == {}
-    assert capsys.readouterr().err == "rl_logp: left out the CUDA kernels: the reason\n"
+    assert capsys.readouterr().err == (
+        "rl_logp: left out the CUDA kernels: the reason\n"
+        "rl_logp: left out the CPU kernel: the reason\n"
+    )
 
 
-def test_cuda_fails_loudly(monkeypatch) -> None:
+@pytest.mark.parametrize(("fails", "built"), [("cuda", "cpu"), ("cpu", "cuda")])
+def test_auto_builds_the_one_that_can_be_built(monkeypatch, fails: str, built: str) -> None:
+    fails_to_build(monkeypatch, fails)
+    assert setup.extensions("auto")["ext_modules"] == [f"built {built}"]
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_device_by_name_fails_loudly(monkeypatch, device: str) -> None:
+    fails_to_build(monkeypatch, device)
+    with pytest.raises(SystemExit, match=rf"^rl_logp: RL_LOGP_BUILD={device}: the reason$"):
+        setup.extensions(device)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_device_by_name_is_built_alone(monkeypatch, device: str) -> None:
     fails_to_build(monkeypatch)
-    with pytest.raises(SystemExit, match=r"^rl_logp: RL_LOGP_BUILD=cuda: the reason$"):
-        setup.extensions("cuda")
+    assert setup.extensions(device)["ext_modules"] == [f"built {device}"]
 
 
 def test_none_builds_nothing_and_looks_for_nothing(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(setup, "cuda_toolkit", lambda: pytest.fail("looked for a toolkit"))
+    monkeypatch.setattr(setup, "imported_torch", lambda: pytest.fail("looked for torch"))
     assert setup.extensions("none") == {}
     assert "RL_LOGP_BUILD=none" in capsys.readouterr().err
-
-
-def test_cpu_fails_as_long_as_there_is_no_cpu_kernel() -> None:
-    with pytest.raises(SystemExit, match="there is no CPU kernel yet"):
-        setup.extensions("cpu")
 
 
 def test_unknown_mode_names_the_known_ones() -> None:
@@ -90,11 +107,11 @@ def test_unknown_mode_names_the_known_ones() -> None:
         setup.extensions("gpu")
 
 
-# --- what a build of the CUDA kernels needs -------------------------------------------------------
+# --- what a build of the kernels needs ------------------------------------------------------------
 def test_no_torch_tells_how_to_build_against_the_installed_one(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(cuda_build.CannotBuild, match="pip install --no-build-isolation"):
-        setup.cuda_toolkit()
+    with pytest.raises(kernel_build.CannotBuild, match="pip install --no-build-isolation"):
+        setup.imported_torch()
 
 
 @pytest.mark.parametrize(
@@ -107,7 +124,7 @@ def test_no_torch_tells_how_to_build_against_the_installed_one(monkeypatch) -> N
     ],
 )
 def test_torch_that_cannot_run_the_kernels(torch: Any, reason: str) -> None:
-    with pytest.raises(cuda_build.CannotBuild, match=reason):
+    with pytest.raises(kernel_build.CannotBuild, match=reason):
         cuda_build.prerequisites(torch, {})
 
 
@@ -118,7 +135,7 @@ def test_torch_that_can(release: str) -> None:
 
 def test_cuda_home_without_headers_is_refused(tmp_path: Path) -> None:
     script(tmp_path / "bin" / "nvcc", "exit 0")
-    with pytest.raises(cuda_build.CannotBuild, match=r"CUDA_HOME to hold .*cuda_runtime\.h, got"):
+    with pytest.raises(kernel_build.CannotBuild, match=r"CUDA_HOME to hold .*cuda_runtime\.h, got"):
         cuda_build.find_toolkit({"CUDA_HOME": str(tmp_path)})
 
 
@@ -141,26 +158,39 @@ def test_link_on_path_is_followed(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("no_usual_toolkit")
 def test_nvcc_without_headers_asks_for_cuda_home(tmp_path: Path) -> None:
     script(tmp_path / "bin" / "nvcc", "exit 0")
-    with pytest.raises(cuda_build.CannotBuild, match="set CUDA_HOME"):
+    with pytest.raises(kernel_build.CannotBuild, match="set CUDA_HOME"):
         cuda_build.find_toolkit({"PATH": str(tmp_path / "bin")})
 
 
 @pytest.mark.usefixtures("no_usual_toolkit")
 def test_no_nvcc(tmp_path: Path) -> None:
-    with pytest.raises(cuda_build.CannotBuild, match="there is no nvcc"):
+    with pytest.raises(kernel_build.CannotBuild, match="there is no nvcc"):
         cuda_build.find_toolkit({"PATH": str(tmp_path)})
 
 
 def test_nvcc_of_another_major_version_than_torchs(tmp_path: Path) -> None:
     home = toolkit_at(tmp_path, release="12.8")
-    with pytest.raises(cuda_build.CannotBuild, match=r"CUDA 13.0, .* got CUDA 12.8 in"):
+    with pytest.raises(kernel_build.CannotBuild, match=r"CUDA 13.0, .* got CUDA 12.8 in"):
         cuda_build.prerequisites(fake_torch(), {"CUDA_HOME": str(home), "PATH": os.defpath})
 
 
-def test_no_compiler(tmp_path: Path) -> None:
+@pytest.mark.parametrize("build", [cuda_build, cpu_build], ids=["cuda", "cpu"])
+def test_no_compiler(tmp_path: Path, build: Any) -> None:
     environ = {"CUDA_HOME": str(toolkit_at(tmp_path)), "PATH": str(tmp_path), "CXX": "nosuch -m64"}
-    with pytest.raises(cuda_build.CannotBuild, match=r"there is no C\+\+ compiler \(nosuch -m64\)"):
-        cuda_build.prerequisites(fake_torch(), environ)
+    with pytest.raises(kernel_build.CannotBuild, match=r"is no C\+\+ compiler \(nosuch -m64\)"):
+        build.prerequisites(fake_torch(), environ)
+
+
+@pytest.mark.parametrize(
+    "torch", [fake_torch(cuda=None), fake_torch(cuda=None, hip="6.4")], ids=["CPU", "ROCm"]
+)
+def test_the_cpu_kernel_needs_no_more_than_torch_and_a_compiler(torch: Any) -> None:
+    cpu_build.prerequisites(torch, {"PATH": "/bin", "CXX": "sh"})
+
+
+def test_the_cpu_kernel_needs_the_stable_abi() -> None:
+    with pytest.raises(kernel_build.CannotBuild, match=r"2\.10 or later, got 2\.9\.1"):
+        cpu_build.prerequisites(fake_torch(release="2.9.1"), {"PATH": "/bin", "CXX": "sh"})
 
 
 def test_everything_there(tmp_path: Path) -> None:
@@ -189,7 +219,8 @@ def test_without_torch_the_wheel_is_pure_python_and_carries_no_stale_library(
         shutil.copytree(
             ROOT / name, source / name, ignore=shutil.ignore_patterns("*.so", "__pycache__")
         )
-    (source / "rl_logp" / "_C_cuda.abi3.so").touch()
+    for stale in ("_C_cuda.abi3.so", "_C_cpu.abi3.so"):
+        (source / "rl_logp" / stale).touch()
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "torch.py").write_text("raise ImportError('no torch here')")
     run = subprocess.run(
@@ -200,7 +231,8 @@ def test_without_torch_the_wheel_is_pure_python_and_carries_no_stale_library(
     )  # fmt: skip
     output = run.stdout + run.stderr
     assert run.returncode == 0, output
-    assert "rl_logp: left out the CUDA kernels: torch cannot be imported" in output
+    for kernel in ("CUDA kernels", "CPU kernel"):
+        assert f"rl_logp: left out the {kernel}: torch cannot be imported" in output
     (wheel,) = tmp_path.glob("*.whl")
     assert wheel.name.endswith("-py3-none-any.whl")
     names = zipfile.ZipFile(wheel).namelist()

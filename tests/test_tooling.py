@@ -9,7 +9,10 @@ import pytest
 import rl_logp
 
 ROOT = Path(__file__).resolve().parent.parent
-TASKS = ("bench", "demo", "gpu-test", "help", "lint", "plots", "sanitize", "test")
+TASKS = (
+    "bench", "build-cpu", "demo", "gpu-test", "help", "lint", "plots", "sanitize", "sanitize-cpu",
+    "test",
+)  # fmt: skip
 
 
 def pins(path: str) -> set[tuple[str, str]]:

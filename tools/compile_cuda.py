@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import cuda_build
+import kernel_build
 
 ARCHS = ("80", "90", "100")
 
@@ -84,9 +85,9 @@ def compile_source(home: Path, source: str, archs: tuple[str, ...], folder: str)
         str(home / "bin" / "nvcc"), "-c", source, "-o", str(compiled),
         *cuda_build.NVCC_FLAGS, "-Xcompiler=-fPIC", "--threads=2",
         *(f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs),
-        f"-I{cuda_build.INCLUDE}", *torch_flags(),
+        f"-I{kernel_build.INCLUDE}", *torch_flags(),
     ]  # fmt: skip
-    run = subprocess.run(command, cwd=cuda_build.ROOT, capture_output=True, text=True)
+    run = subprocess.run(command, cwd=kernel_build.ROOT, capture_output=True, text=True)
     if run.returncode:
         raise SystemExit(f"{' '.join(command)}\n{run.stdout}{run.stderr}")
     return run.stdout + run.stderr
@@ -134,5 +135,5 @@ def report(kernels: list[Kernel], archs: tuple[str, ...]) -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except cuda_build.CannotBuild as reason:
+    except kernel_build.CannotBuild as reason:
         sys.exit(f"compile_cuda: {reason}")

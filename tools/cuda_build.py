@@ -11,33 +11,25 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 
-ROOT = Path(__file__).resolve().parent.parent
-INCLUDE = ROOT / "csrc" / "include"
+import kernel_build
+from kernel_build import CannotBuild
+
 USUAL_TOOLKIT = Path("/usr/local/cuda")
 
-# One build serves every later torch: only the stable ABI of this version is used.
-MACROS = ["-DUSE_CUDA", "-DTORCH_TARGET_VERSION=0x020a000000000000"]
+MACROS = ["-DUSE_CUDA", kernel_build.TARGET_VERSION]
 CXX_FLAGS = ["-O3", "-std=c++17", *MACROS]
 # No fast-math: the bits of a result are the promise. -v makes ptxas tell registers and spills.
 NVCC_FLAGS = ["-O3", "-std=c++17", "-Xptxas=-v", *MACROS]
 
 
-class CannotBuild(Exception):
-    """Why the CUDA kernels cannot be built here."""
-
-
 def sources() -> list[str]:
     """The CUDA extension's sources, relative to the repository's root."""
-    folder = ROOT / "csrc" / "cuda"
-    found = [path for suffix in ("*.cu", "*.cpp") for path in sorted(folder.glob(suffix))]
-    return [str(path.relative_to(ROOT)) for path in found]
+    return kernel_build.files("csrc/cuda", "*.cu", "*.cpp")
 
 
 def headers() -> list[str]:
     """What the sources include, relative to the repository's root."""
-    folders = (INCLUDE / "rl_logp", ROOT / "csrc" / "cuda")
-    found = sorted(p for folder in folders for s in ("*.h", "*.cuh") for p in folder.glob(s))
-    return [str(path.relative_to(ROOT)) for path in found]
+    return kernel_build.headers("csrc/cuda")
 
 
 def is_toolkit(home: Path) -> bool:
@@ -107,9 +99,7 @@ def check_torch(torch: ModuleType) -> str:
         raise CannotBuild("torch is a ROCm build, for which there is no kernel")
     if not torch.version.cuda:
         raise CannotBuild(f"torch {torch.__version__} is built without CUDA")
-    release = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
-    if release < (2, 10):
-        raise CannotBuild(f"expected torch 2.10 or later, got {torch.__version__}")
+    kernel_build.check_release(torch)
     return torch.version.cuda
 
 
@@ -123,7 +113,5 @@ def prerequisites(torch: ModuleType, environ: Mapping[str, str]) -> Path:
             f"expected nvcc of CUDA {torch_cuda}, which torch is built with,"
             f" got CUDA {version[0]}.{version[1]} in {home}"
         )
-    compiler = environ.get("CXX") or "c++"
-    if shutil.which(compiler.split()[0], path=environ.get("PATH")) is None:
-        raise CannotBuild(f"there is no C++ compiler ({compiler})")
+    kernel_build.check_compiler(environ)
     return home

@@ -1,0 +1,99 @@
+// Vectors of one lane: the form that every processor can run, and that says what the others do.
+#pragma once
+
+#include "elements.h"
+
+namespace rl_logp {
+
+struct Scalar {
+  static constexpr int kLanes = 1;
+  using Floats = float;
+  using Ints = uint32_t;  // signed where it is said
+  using Mask = bool;
+
+  template <class Element>
+  static Floats load(const Element* from) {
+    return to_float(*from);
+  }
+  template <class Element>
+  static void store(Element* to, Floats x) {
+    from_float(x, *to);
+  }
+  template <class Element>
+  static void store_two(Element* to, Floats x, Floats next) {
+    store(to, x);
+    store(to + kLanes, next);
+  }
+  static void store_ints(int32_t* to, Ints x) { *to = static_cast<int32_t>(x); }
+
+  static Floats set(float x) { return x; }
+  static Floats add(Floats a, Floats b) { return a + b; }
+  static Floats subtract(Floats a, Floats b) { return a - b; }
+  static Floats multiply(Floats a, Floats b) { return a * b; }
+  static Floats divide(Floats a, Floats b) { return a / b; }
+  static Floats fused_multiply_add(Floats a, Floats b, Floats c) { return std::fma(a, b, c); }
+  static Floats absolute(Floats a) { return std::fabs(a); }
+  // The second where either is NaN.
+  static Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+  // A subnormal number as 0.
+  static Floats normal(Floats a) { return (float_bits(a) & 0x7f800000u) == 0 ? 0.0f : a; }
+  static Floats nothing_as_zero(Floats a) { return a == -kInfinity ? 0.0f : a; }
+  static bool all_below(Floats a, float limit) { return a < limit; }
+  static Mask greater_floats(Floats a, Floats b) { return a > b; }
+
+  // exp2_fp32's: into an integer, as shifted there, and what is left; and the power of two of it.
+  static void split(Floats x, Floats& whole, Floats& rest) {
+    x = larger(set(kSmallestExp2), x);
+    whole = add(x, set(kExp2Shift));
+    rest = subtract(x, subtract(whole, set(kExp2Shift)));
+  }
+  static Floats scale(Floats power, Floats whole) {
+    return multiply(power, floats(shift_left<23>(bits(whole))));
+  }
+
+  static Ints bits(Floats a) { return float_bits(a); }
+  static Floats floats(Ints a) { return bits_float(a); }
+  static Ints set_int(int32_t a) { return static_cast<uint32_t>(a); }
+  static Ints add_int(Ints a, Ints b) { return a + b; }
+  static Ints subtract_int(Ints a, Ints b) { return a - b; }
+  static Ints both(Ints a, Ints b) { return a & b; }
+  static Ints either(Ints a, Ints b) { return a | b; }
+  template <int kBits>
+  static Ints shift_left(Ints a) {
+    return a << kBits;
+  }
+  template <int kBits>
+  static Ints shift_right(Ints a) {
+    return a >> kBits;
+  }
+  template <int kBits>
+  static Ints shift_right_signed(Ints a) {
+    return static_cast<uint32_t>(static_cast<int32_t>(a) >> kBits);
+  }
+  static Ints shift_left_by(Ints a, Ints count) { return a << count; }  // by at most 31
+  static Ints shift_right_by(Ints a, Ints count) { return count > 31 ? 0 : a >> count; }
+  static Ints larger_int(Ints a, Ints b) { return greater(a, b) ? a : b; }
+
+  static Mask greater(Ints a, Ints b) { return static_cast<int32_t>(a) > static_cast<int32_t>(b); }
+  static Mask equal(Ints a, Ints b) { return a == b; }
+  static Mask both_masks(Mask a, Mask b) { return a && b; }
+  static bool any(Mask mask) { return mask; }
+  static Ints where(Mask mask, Ints a) { return mask ? a : 0; }
+  static Ints select(Mask mask, Ints a, Ints b) { return mask ? a : b; }
+  static Ints add_where(Mask mask, Ints a, Ints b) { return a + where(mask, b); }
+
+  // The group's columns brought together in sum_tree's order.
+  template <class Operation, class Vector>
+  static Floats reduce_groups(const Vector& vector) {
+    float x[kGroup];
+    for (int i = 0; i < kGroup; ++i) x[i] = vector(i);
+    for (int width = 1; width < kGroup; width *= 2) {
+      for (int i = 0; i < kGroup; i += 2 * width) {
+        x[i] = Operation::template of<Scalar>(x[i], x[i + width]);
+      }
+    }
+    return x[0];
+  }
+};
+
+}  // namespace rl_logp

@@ -1,0 +1,213 @@
+"""Random calls of the CPU kernel: its forms, threads and cuts against the scalar one, and fp64.
+
+    python tests/fuzz_cpu.py [--cases 5000] [--seed 0]
+
+A failure prints the line that repeats it. ``make sanitize-cpu`` runs this under ASan and UBSan; the
+buffers that the kernel writes end where their allocations end, and the sanitizer sees every step
+beyond.
+"""
+
+import argparse
+import math
+import multiprocessing
+import random
+import sys
+from typing import Any, NamedTuple, Optional
+
+import torch
+from calls import DTYPES, LAYOUTS, relaid
+from test_fuzz import by_torch
+from torch import Tensor
+from tqdm import tqdm
+
+import rl_logp
+from rl_logp.reference import reference
+from rl_logp.testing import assert_as_accurate, assert_bitwise_equal
+
+OP = torch.ops.rl_logp
+FORMS = ("scalar", "AVX2", "AVX-512")
+WIDTHS = (1, 2, 15, 16, 17, 31, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 512, 513, 1023, 1024)
+SPECIAL = (math.inf, -math.inf, math.nan, 3e38, -3e38, 0.0, -0.0, 1e-40, 5000.0, -5000.0, 7e8, -7e8)
+SCALES = (0.0, 1e-40, 1e-3, 1.0, 4.0, 30.0, 1e3, 1e6, 1e12)
+TEMPERATURES = (1.0, 0.7, 1e-6, 1e6, 1e-30, 1e30, math.inf)
+TARGETS = (-100, -1, 2**31 - 1, -(2**31))
+
+
+class Call(NamedTuple):
+    logits: Tensor
+    target: Tensor
+    temperature: Optional[Tensor]
+    grad_logp: Optional[Tensor]
+    grad_lse: Optional[Tensor]
+    all_rows: bool
+    threads: int
+
+
+class Results(NamedTuple):
+    logp: Tensor
+    lse: Tensor
+    dlogits: Tensor
+    states: Tensor
+
+
+def draw(seed: int) -> Call:
+    """The arguments of one call, a function of the seed alone."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    rows = [rng.choice((1, 1, 2, 3, 5, 0)) for _ in range(rng.choice((0, 1, 1, 2, 3)))]
+    columns = rng.choice(WIDTHS) if rng.random() < 0.5 else rng.randint(1, 1300)
+    if rng.random() < 0.02:
+        columns = rng.randint(30_000, 70_000)  # cut over threads
+    dtype = rng.choice(DTYPES)
+    count = math.prod(rows)
+    flat = torch.randn(count, columns, generator=generator).mul_(rng.choice(SCALES))
+    flat += rng.choice((0.0, 0.0, 100.0, -4090.0))
+    if rng.random() < 0.4:
+        masked = torch.rand(flat.shape, generator=generator) < rng.choice((0.02, 0.5, 0.98))
+        flat.masked_fill_(masked, rng.choice((-math.inf, torch.finfo(dtype).min)))
+    if rng.random() < 0.3:
+        flat[:, rng.randrange(columns) :] = -math.inf
+    if rng.random() < 0.3:
+        for _ in range(count and rng.randrange(4)):
+            flat[rng.randrange(count), rng.randrange(columns)] = rng.choice(SPECIAL)
+    logits = flat.to(dtype).view(*rows, columns)
+    if rows and count:
+        logits = relaid(logits, rng.choice(["contiguous", *LAYOUTS]))
+    integer = rng.choice((torch.int32, torch.int64))
+    targets = [
+        rng.choice((*TARGETS, columns)) if rng.random() < 0.2 else rng.randrange(columns)
+        for _ in range(count)
+    ]
+    target = torch.tensor(targets, dtype=integer).view(rows)
+    temperature = None
+    if rng.random() < 0.6:
+        temperature = torch.tensor(rng.choice(TEMPERATURES) * rng.uniform(0.5, 2))
+        if rng.random() < 0.5:
+            temperature = torch.rand(rows, generator=generator) * 3 + 0.1
+    grads: list[Optional[Tensor]] = []
+    for grad_dtype in (torch.float32, torch.float64):
+        scale = rng.choice((0.0, 1e-42, 1e-30, 1.0, 1.0, 1e30))
+        grad = (torch.randn(rows, generator=generator) * scale).to(grad_dtype)
+        if rng.random() < 0.3:
+            grad = grad.flatten()[:1].sum().expand(rows)
+        grads.append(None if rng.random() < 0.2 else grad)
+    all_rows = grads[1] is not None or rng.random() < 0.5  # as the public functions have it
+    threads = rng.choice((1, 2, 3, 5))
+    return Call(logits, target, temperature, grads[0], grads[1], all_rows, threads)
+
+
+def run(call: Call) -> Results:
+    """What the kernel writes into buffers of garbage, through the operators that fill them."""
+    logits, rows = call.logits, call.target.shape
+    if logits.shape[-1] > 1 and logits.stride(-1) != 1:
+        logits = logits.contiguous()
+    columns = logits.shape[-1]
+    logp = torch.full(rows, 7.0)
+    lse = torch.full(rows, 7.0, dtype=torch.float64)
+    states = torch.full((*rows, 8), 7, dtype=torch.int64)
+    dlogits = torch.full(logits.shape, 7.0, dtype=logits.dtype)
+    row = (logits, call.target, call.temperature)
+    OP._fused_logp_forward_out(*row, call.all_rows, logp, lse)
+    OP._fused_logp_partial_out(*row, call.all_rows, 0, columns, states)
+    OP._fused_logp_backward_out(call.grad_logp, call.grad_lse, *row, lse, 0, columns, dlogits)
+    return Results(logp, lse, dlogits, states)
+
+
+def assert_cuts_change_nothing(call: Call, whole: Results, rng: random.Random) -> None:
+    """The vocabulary in shards, each starting at a multiple of 16, in any order."""
+    columns = call.logits.shape[-1]
+    starts = sorted({0, *(rng.randrange(0, columns, 16) for _ in range(rng.randrange(4)))})
+    shards, gradients = [], []
+    for start, end in zip(starts, [*starts[1:], columns], strict=True):
+        shard = call.logits[..., start:end]
+        row = (shard, call.target, call.temperature)
+        shards.append(OP.fused_logp_partial(*row, call.all_rows, start, columns))
+        gradients.append(
+            OP.fused_logp_backward(call.grad_logp, call.grad_lse, *row, whole.lse, start, columns)
+        )
+    rng.shuffle(shards)
+    logp, lse = OP.fused_logp_combine(torch.stack(shards), call.target, columns)
+    ignored = (call.target < 0) | (call.target >= columns)
+    assert_bitwise_equal(logp, whole.logp, "logp of shards")
+    if call.all_rows:
+        assert_bitwise_equal(lse, whole.lse, "lse of shards")
+    else:
+        assert_bitwise_equal(lse[~ignored], whole.lse[~ignored], "lse of shards")
+    assert_bitwise_equal(torch.cat(gradients, -1), whole.dlogits, "dlogits of shards")
+
+
+def assert_accurate(call: Call, whole: Results) -> None:
+    """Row by row, as torch is, where torch's own fp32 arithmetic has no trouble."""
+    grad_logp = torch.zeros(call.target.shape) if call.grad_logp is None else call.grad_logp
+    temperature = call.temperature
+    if temperature is not None and not bool(((temperature > 0.05) & (temperature < 20)).all()):
+        return
+    if call.grad_lse is not None and call.grad_lse.abs().max().item() > 1e20:
+        return
+    if grad_logp.numel() and grad_logp.abs().max().item() > 1e20:
+        return
+    arguments = (call.logits, call.target, temperature, grad_logp, call.grad_lse)
+    torch_results = by_torch(*arguments)
+    exact = reference(
+        call.logits,
+        call.target,
+        temperature=temperature,
+        grad_logp=grad_logp,
+        grad_lse=call.grad_lse,
+    )
+    dims = call.target.dim()
+    for what, ours, theirs, truth in zip(
+        Results._fields, whole, torch_results, exact, strict=False
+    ):
+        if what == "lse" and not call.all_rows:
+            continue
+        per_row = (t.reshape(call.target.numel(), *t.shape[dims:]) for t in (ours, theirs, truth))
+        for row, (a, t, e) in enumerate(zip(*per_row, strict=True)):
+            assert_as_accurate(a.to(t.dtype), t, e, f"{what} of row {row}")
+
+
+def check(seed: int) -> None:
+    call, rng = draw(seed), random.Random(~seed)
+    torch.set_num_threads(1)
+    fastest = OP._cpu_form(0)
+    try:
+        expected = run(call)
+        for number in range(1, fastest + 1):
+            OP._cpu_form(number)
+            torch.set_num_threads(call.threads)
+            for name, a, e in zip(Results._fields, run(call), expected, strict=True):
+                assert_bitwise_equal(a, e, f"{name} by {FORMS[number]}")
+    finally:
+        OP._cpu_form(fastest)
+    assert_cuts_change_nothing(call, expected, rng)
+    if call.target.numel() and call.logits.shape[-1] < 2000:
+        assert_accurate(call, expected)
+
+
+def check_all(seeds: range, current: Any) -> None:
+    for seed in tqdm(seeds, mininterval=2):
+        current.value = seed
+        check(seed)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--cases", type=int, default=5000, help="default: %(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="of the first case; default: 0")
+    options = parser.parse_args()
+    rl_logp.require_kernel("cpu", torch.bfloat16)
+    # In a process of its own, which a sanitizer may end at any step.
+    context = multiprocessing.get_context("fork")
+    current = context.Value("q", options.seed)
+    seeds = range(options.seed, options.seed + options.cases)
+    process = context.Process(target=check_all, args=(seeds, current))
+    process.start()
+    process.join()
+    if process.exitcode:
+        print(f"repeat with: python tests/fuzz_cpu.py --cases 1 --seed {current.value}")
+        return 1
+    print(f"{options.cases} cases from seed {options.seed}: no difference")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -50,7 +50,7 @@ def write_empty(states: Tensor) -> None:
     """States of rows of which nothing is here."""
     states.zero_()
     for word, value in EMPTY_WORDS.items():
-        states[..., word] = value
+        states[..., word].fill_(value)  # an assignment might wait for the device
 
 
 def partial(

@@ -22,14 +22,9 @@ _WIDE_LSE_MASK = 2**29 - 1
 
 
 def default_chunk_rows(vocab_size: int, dtype: torch.dtype) -> int:
-    """Rows a chunk may have, so that its temporaries stay within WORKSPACE_ELEMENTS.
-
-    A multiple of 4 where it can be: torch's CUDA kernels sum a long row in an order that depends on
-    its alignment, which such chunks keep.
-    """
+    """Rows a chunk may have, so that its temporaries stay within WORKSPACE_ELEMENTS."""
     buffers = 4 if dtype == torch.float64 else 2
-    rows = max(1, WORKSPACE_ELEMENTS // (buffers * (vocab_size + ROW_ELEMENTS)))
-    return rows - rows % 4 if rows >= 4 else rows
+    return max(1, WORKSPACE_ELEMENTS // (buffers * (vocab_size + ROW_ELEMENTS)))
 
 
 def row_chunks(shape: tuple[int, ...], chunk_rows: int) -> Iterator[tuple]:
@@ -57,16 +52,20 @@ def row_chunks(shape: tuple[int, ...], chunk_rows: int) -> Iterator[tuple]:
             yield (slice(start, min(start + step, shape[0])),)
 
 
-def scaled(logits: Tensor, temperature: Optional[Tensor], rows: tuple) -> Tensor:
-    """y of one chunk: logits in fp32 (or fp64), divided by the temperature if there is one."""
-    y = logits[rows]
-    if y.dtype != torch.float64:
-        y = y.float()
-    # (log_)softmax would copy a chunk that is not contiguous, beside y: a third temporary.
-    y = y.contiguous()
-    if temperature is None:
-        return y
-    return y / _columns(temperature, rows).to(y.dtype)
+def scaled(
+    logits: Tensor, temperature: Optional[Tensor], rows: tuple, first_row: int = 0
+) -> Tensor:
+    """y of the chunk that starts at row ``first_row``: fp32 (or fp64) logits over the temperature.
+
+    torch's CUDA softmax sums a long row in an order that depends on the row's alignment. So that no
+    chunk can change it, y's rows lie as they would in one tensor of all rows.
+    """
+    chunk = logits[rows]
+    dtype = torch.float64 if chunk.dtype == torch.float64 else torch.float32
+    skip = first_row * chunk.shape[-1] % 4  # at most 16 bytes are moved at once
+    y = torch.empty(skip + chunk.numel(), dtype=dtype, device=chunk.device)[skip:]
+    y = y.view(chunk.shape).copy_(chunk)
+    return y if temperature is None else y.div_(_columns(temperature, rows).to(dtype))
 
 
 def _columns(per_row: Tensor, rows: tuple) -> Tensor:
@@ -98,8 +97,10 @@ def forward(
     """
     vocab_size = logits.shape[-1]
     chunk_rows = chunk_rows or default_chunk_rows(vocab_size, logits.dtype)
+    first_row = 0
     for rows in row_chunks(tuple(target.shape), chunk_rows):
-        y = scaled(logits, temperature, rows)
+        y = scaled(logits, temperature, rows, first_row)
+        first_row += y[..., 0].numel()
         largest = y.amax(-1).double()
         y = torch.log_softmax(y, -1)
         # At its largest column log_softmax is -log(sum(exp(y - largest))).
@@ -135,8 +136,10 @@ def backward(
     columns = logits.shape[-1]
     chunk_rows = chunk_rows or default_chunk_rows(columns, logits.dtype)
     whole_row = vocab_start == 0 and columns == vocab_size and not sharded
+    first_row = 0
     for rows in row_chunks(tuple(target.shape), chunk_rows):
-        y = scaled(logits, temperature, rows)
+        y = scaled(logits, temperature, rows, first_row)
+        first_row += y[..., 0].numel()
         p = torch.softmax(y, -1) if whole_row else _shard_softmax(y, _columns(lse, rows))
         del y
         column, here, ignored = local_target(target, rows, vocab_start, columns, vocab_size)

@@ -4,6 +4,7 @@ Processes that really are several are in compile_tests/test_vocab_parallel.py.
 """
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -222,3 +223,22 @@ def test_states_that_cannot_be_combined(
     if target.device == LOGITS.device and target.dtype == TARGET.dtype and len(target) == 4:
         with pytest.raises(error, match=f"^{re.escape(f'fused_logp: {message}')}$"):
             OPS.fused_logp_shard(LOGITS, target, None, states, 0, 64)
+
+
+def test_the_documented_merge_of_pieces_is_the_whole_vocabulary() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "distributed.md").read_text()
+    (code,) = re.findall(r"^```python\n(states = .*?)^```", text, re.MULTILINE | re.DOTALL)
+    weight = torch.randn(100, 8)
+    named: dict[str, Any] = {
+        "torch": torch,
+        "hidden": torch.randn(5, 8),
+        "weight": weight,
+        "vocab_size": len(weight),
+        "columns": 48,
+        "target": torch.tensor([0, 47, 48, 99, -100]),
+    }
+    exec(code, named)
+    pieces = [named["hidden"] @ piece.t() for piece in weight.split(48)]
+    expected = call_in_shards(torch.cat(pieces, -1), named["target"])
+    assert_bitwise_equal(named["logp"], expected.logp, "logp")
+    assert_bitwise_equal(named["lse"], expected.lse, "lse")

@@ -167,6 +167,34 @@ def test_the_number_of_threads_changes_nothing(dtype: torch.dtype, shape: tuple[
             assert_bitwise_equal(states(case), expected_states, f"states by {count} threads")
 
 
+@pytest.mark.parametrize("number", [pytest.param(SCALAR, id="scalar"), *VECTORS])
+def test_a_row_of_millions_has_the_bits_of_its_pieces(number: int) -> None:
+    """A lane's 32 bits would be full after 2^17 terms of random bits: 2^25 columns of AVX-512."""
+    generator = torch.Generator().manual_seed(0)
+    pattern = torch.randn(2**18, generator=generator).bfloat16()
+    target = torch.zeros(1, dtype=torch.int64)
+    repeats = 2**8 if number == AVX512 else 2**7 if number == AVX2 else 2**4
+    columns = repeats * len(pattern)
+    with form(number):
+        whole = torch.ops.rl_logp.fused_logp_partial(
+            pattern.repeat(repeats).unsqueeze(0), target, None, True, 0, columns
+        )
+        pieces = [
+            torch.ops.rl_logp.fused_logp_partial(
+                pattern.unsqueeze(0), target, None, True, piece * len(pattern), columns
+            )
+            for piece in range(repeats)
+        ]
+    combine = torch.ops.rl_logp.fused_logp_combine
+    for name, actual, expected in zip(
+        ("logp", "lse"),
+        combine(whole.unsqueeze(0), target, columns),
+        combine(torch.stack(pieces), target, columns),
+        strict=True,
+    ):
+        assert_bitwise_equal(actual, expected, name)
+
+
 @every_dtype
 @with_and_without
 @pytest.mark.parametrize("columns", [7, 2051, 20011])

@@ -233,6 +233,36 @@ def test_wide_values_are_counted(device: str, sign: int, count: int) -> None:
     assert_same_bits(call_in_shards(logits, target, cuts=even_cuts(96, 6)), whole, "cut")
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_wide_value_just_below_the_largest_is_nothing_beside_it(device: str, sign: int) -> None:
+    largest = torch.tensor(sign * 2 * WIDE, device=device)
+    below = torch.nextafter(largest, torch.tensor(-torch.inf, device=device))
+    logits = torch.full((1, 48), -torch.inf, device=device)
+    logits[0, [3, 20, 37]] = torch.stack([below, largest, below])
+    target = torch.tensor([20], device=device)
+    states = states_of(logits, target, None, (0, 48))
+    assert states[0, 0, 1:4].tolist() == [0, 1, 0], "the largest is counted, and nothing else"
+    for cuts in ((0, 48), (0, 16, 48), (0, 16, 32, 48)):
+        assert call_in_shards(logits, target, cuts=cuts).logp.item() == 0
+
+
+def test_what_is_dropped_does_not_tell_what_had_come_together(device: str) -> None:
+    """Beside one large column, shards that hold only small ones: their sums reach further down.
+
+    If a counter carried before its bin is dropped, cuts would show in what is left of the sum
+    without the largest group.
+    """
+    generator = torch.Generator().manual_seed(0)
+    logits = -20 - 40 * torch.rand(64, 2048, generator=generator)
+    logits[:, :16] = -torch.inf
+    logits[:, 0] = 0
+    logits, target = logits.to(device), torch.zeros(64, dtype=torch.long, device=device)
+    whole = call_in_shards(logits, target)
+    assert (whole.logp < 0).all()
+    for cuts in ((0, 16, 2048), (0, 1024, 2048), even_cuts(2048, 8), even_cuts(2048, 128)):
+        assert_same_bits(call_in_shards(logits, target, cuts=cuts), whole, f"{len(cuts) - 1}")
+
+
 def test_pieces_of_a_vocabulary_merge_on_one_device(device: str) -> None:
     """For who makes logits piece by piece: no more than one piece of them needs to exist."""
     case = sample((9, 1000), torch.bfloat16, device)
@@ -260,7 +290,8 @@ def test_chunks_of_rows_do_not_reach_the_bits_of_the_torch_version(
 
 
 def test_a_default_dtype_does_not_reach_the_bits(device: str) -> None:
-    case = sample((5, 100), torch.bfloat16, device)
+    case = sample((5, 100), torch.float32, device)
+    case = case._replace(logits=case.logits + 20000)  # bins of numbers that bf16 does not hold
     whole = call_in_shards(*case)
     torch.set_default_dtype(torch.bfloat16)
     try:

@@ -132,14 +132,13 @@ def test_fused_logp_backward_of_a_shard(device: str, start: int) -> None:
     )
 
 
-@pytest.mark.parametrize("rows", [0, 7])
 @pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "strided"])
 @pytest.mark.parametrize("requires_grad", [False, True], ids=["no grad", "requires grad"])
 @pytest.mark.parametrize("temperature", ["none", "per row"])
 def test_the_operators_on_a_shard(
-    device: str, rows: int, strided: bool, requires_grad: bool, temperature: str
+    device: str, strided: bool, requires_grad: bool, temperature: str
 ) -> None:
-    case = arguments(torch.bfloat16, rows, strided, requires_grad, device)
+    case = arguments(torch.bfloat16, 7, strided, requires_grad, device)
     target, scale = case.target, divisor(case, temperature)
     states = states_of(case.logits.detach(), target, scale, (0, 16, 19))
     for all_rows in (False, True):

@@ -120,7 +120,8 @@ $(VENV)/.dev: requirements/dev.txt pyproject.toml $(VENV)/.venv
 
 $(VENV)/.kernels: $(VENV)/.dev $(BUILD_SRC) $(HEADERS) $(KERNEL_SRC)
 	@$(PY) setup.py --quiet build_ext --inplace
-	@$(if $(HAS_CXX),$(PY) -c 'import rl_logp, torch; rl_logp.require_kernel("cpu", torch.float32)')
+	@[ -z "$(HAS_CXX)" ] || \
+	    $(PY) -c 'import rl_logp, torch; rl_logp.require_kernel("cpu", torch.float32)'
 	@touch $@
 
 # A flag that the build gives itself comes later, and stands.

@@ -9,7 +9,7 @@ import pytest
 import torch
 from calls import kernel_serves
 
-from benchmarks import check, invariance, run
+from benchmarks import check, cpu, invariance, run, workloads
 from benchmarks.baselines import selected_logp
 from benchmarks.providers import PROVIDERS, Provider
 from benchmarks.report import tables
@@ -25,7 +25,8 @@ kernel = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize(
-    "module", ["accuracy", "check", "invariance", "report", "run", "speed", "timing", "workloads"]
+    "module",
+    ["accuracy", "check", "cpu", "invariance", "report", "run", "speed", "timing", "workloads"],
 )
 def test_examples_of_its_modules(module):
     assert doctest.testmod(importlib.import_module(f"benchmarks.{module}")).failed == 0
@@ -65,6 +66,19 @@ def test_a_provider_that_cannot_run_is_a_row_that_says_why(rows):
     assert {row["provider"] for row in failed} == {"rl_logp"}  # its kernel is hidden
     assert all("expected a compiled kernel" in row["error"] for row in failed)
     assert "rl_logp: RuntimeError: fused_logp: expected a compiled kernel" in tables(rows)
+
+
+def test_a_cpu_is_measured_beside_what_torch_offers(monkeypatch):
+    monkeypatch.setattr(cpu, "MOST_REPEATS", cpu.LEAST_REPEATS)
+    monkeypatch.setattr(cpu, "UNCACHED_BYTES", 2**16)
+    point, bandwidth, found = Point(3, 100), cpu.bandwidths(), []
+    for name in ("torch", "torch_cross_entropy"):
+        row = {"provider": name, "threads": 1, "dtype": point.dtype, "V": 100, "N": 3}
+        row |= cpu.limits(point, bandwidth) | cpu.measure(name, workloads.draw(point, CPU))
+        assert row["fwd_ms"] > 0
+        assert row["peak_bytes"] >= 2 * point.logits_bytes  # fp32 alone is that much
+        found.append(row)
+    assert cpu.table(found).count("\n") == 2
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def ways() -> Iterator:
 
 
 @few_and_many
-@pytest.mark.parametrize(("way", "dtype"), ways())
+@pytest.mark.parametrize(("way", "dtype"), list(ways()))
 @pytest.mark.usefixtures("fresh_compiler")
 def test_no_way_of_running_reaches_the_bits(
     way: Callable[[Sample], Run], dtype: torch.dtype, size: int

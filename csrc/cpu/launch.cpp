@@ -178,7 +178,7 @@ void run_forward(const Form& form, Dtype dtype, const ForwardArgs& args) {
     sum(piece / pieces.pieces_each, piece % pieces.pieces_each * pieces.columns_each,
         parts[static_cast<size_t>(piece)]);
   });
-  const IeeeArithmetic arithmetic;
+  [[maybe_unused]] const IeeeArithmetic arithmetic;
   for (int64_t i = 0; i < rows; ++i) {
     PartialRow total;
     for (int64_t piece = i * pieces.pieces_each; piece < (i + 1) * pieces.pieces_each; ++piece) {

@@ -12,24 +12,23 @@ namespace {
 
 using namespace rl_logp;
 
-bool runs_avx2() {
 #if defined(__x86_64__) && defined(__GNUC__)
+bool runs_avx2() {
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
   const bool f16c = __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
+  __builtin_cpu_init();  // the library's constructors may come before the compiler's
   return f16c && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-#else
-  return false;
-#endif
 }
 
 bool runs_avx512() {
-#if defined(__x86_64__) && defined(__GNUC__)
+  __builtin_cpu_init();
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512dq");
-#else
-  return false;
-#endif
 }
+#else
+bool runs_avx2() { return false; }
+bool runs_avx512() { return false; }
+#endif
 
 // By number, from the least demanding; null where this processor cannot run it.
 const Form* form_of(int64_t number) {

@@ -58,7 +58,7 @@ void run_tasks(int64_t count, const Task& task) {
   const int64_t threads = std::min(thread_count(), count);
   std::atomic<int64_t> next{0};
   const auto work = [&](int64_t, int64_t) {
-    const IeeeArithmetic arithmetic;
+    [[maybe_unused]] const IeeeArithmetic arithmetic;
     for (int64_t i = next++; i < count; i = next++) task(i);
   };
   if (threads > 1) {

@@ -6,17 +6,16 @@ sum of two addends has one order. So losses, gradients and trained parameters ar
 """
 
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
 
 from compile_tests.common import OP, LanguageModel, fresh_compiler
 from compile_tests.graphs import calls
@@ -41,42 +40,48 @@ def data(step: int, rank: int) -> tuple[Tensor, Tensor]:
     return tokens, torch.randn(4, 8, generator=generator)
 
 
-def new_model() -> LanguageModel:
+def new_model(device: str) -> LanguageModel:
+    """The same parameters on every device."""
     torch.manual_seed(0)
-    return LanguageModel(temperature=0.7)
+    return LanguageModel(temperature=0.7).to(device)
 
 
-def losses_of(run: Callable, step: int, rank: int) -> Tensor:
+def losses_of(run: Callable, step: int, rank: int, device: str) -> Tensor:
     """A policy gradient loss for each token."""
     tokens, advantages = data(step, rank)
-    return -run(tokens) * advantages
+    return -run(tokens.to(device)) * advantages.to(device)
 
 
 def one_process(
-    param_dtype: torch.dtype, new_model: Callable[[], torch.nn.Module] = new_model
+    param_dtype: torch.dtype,
+    device: str,
+    new_model: Callable[[str], torch.nn.Module] = new_model,
+    ranks: int = WORLD_SIZE,
 ) -> list[Result]:
     """What each rank should get, by one process that goes through their data in turn."""
-    model = new_model()
+    model = new_model(device)
     optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)
-    losses: list[list[Tensor]] = [[] for _ in range(WORLD_SIZE)]
+    losses: list[list[Tensor]] = [[] for _ in range(ranks)]
     for step in range(STEPS):
         optimizer.zero_grad()
-        for rank in range(WORLD_SIZE):
+        for rank in range(ranks):
             low = {name: p.to(param_dtype) for name, p in model.named_parameters()}
             run = partial(torch.func.functional_call, model, low)
-            loss = losses_of(run, step, rank)
+            loss = losses_of(run, step, rank, device)
             losses[rank].append(loss.detach())
-            (loss / WORLD_SIZE).sum().backward()
+            (loss / ranks).sum().backward()
         optimizer.step()
     gradients = {name: p.grad for name, p in model.named_parameters()}
     parameters = {name: p.detach() for name, p in model.named_parameters()}
     return [
-        {"losses": of_rank, "gradients": gradients, "parameters": parameters} for of_rank in losses
+        on_cpu({"losses": of_rank, "gradients": gradients, "parameters": parameters})
+        for of_rank in losses
     ]
 
 
 def _fsdp1(model: LanguageModel) -> torch.nn.Module:
-    wrap = partial(FullyShardedDataParallel, device_id=torch.device("cpu"), use_orig_params=True)
+    device = next(model.parameters()).device
+    wrap = partial(FullyShardedDataParallel, device_id=device, use_orig_params=True)
     model.body = wrap(model.body)
     return wrap(model)
 
@@ -96,15 +101,15 @@ WRAPPERS: dict[str, Callable[[LanguageModel], torch.nn.Module]] = {
 }
 
 
-def _train(wrapper: str, backend: str, rank: int) -> Result:
-    model = WRAPPERS[wrapper](new_model())
+def _train(wrapper: str, backend: str, rank: int, device: str) -> Result:
+    model = WRAPPERS[wrapper](new_model(device))
     compiler = CompileCounterWithBackend(backend)
     run = torch.compile(model, backend=compiler) if backend != "eager" else model
     optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)
     losses = []
     for step in range(STEPS):
         optimizer.zero_grad()
-        loss = losses_of(run, step, rank)
+        loss = losses_of(run, step, rank, device)
         losses.append(loss.detach())
         loss.sum().backward()
         optimizer.step()
@@ -136,20 +141,16 @@ def _copies(model: torch.nn.Module) -> Result:
     }
 
 
-def worker(rank: int, folder: str, backends: list[str]) -> None:
-    """Trains under every wrapper and backend, and saves what came of it."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=WORLD_SIZE,
-        timeout=timedelta(minutes=5),
-    )
+def train(rank: int, size: int, device: str, backends: list[str]) -> dict[Any, Result]:
+    """Trains under every wrapper and backend."""
     found = {}
     for wrapper in WRAPPERS:
         for backend in backends:
             with fresh_compiler():
-                found[wrapper, backend] = _train(wrapper, backend, rank)
-    torch.save(found, f"{folder}/results.{rank}")
-    dist.destroy_process_group()
+                found[wrapper, backend] = on_cpu(_train(wrapper, backend, rank, device))
+    return found
+
+
+def on_cpu(result: Any) -> Any:
+    """Where the results of all ranks, and those of one process, are compared."""
+    return tree_map_only(Tensor, Tensor.cpu, result)

@@ -1,4 +1,4 @@
-"""A model on a mesh of 2 x 2: parameters sharded by FSDP2, the vocabulary by tensor parallelism.
+"""A model on a mesh of 2 x 2, or 1 x 2: FSDP2's parameters, and tensor parallelism's vocabulary.
 
 One process that takes the same steps makes the same roundings. Its batch comes in halves, as in
 data_parallel.py; and its head is cut in two where the mesh cuts it, so that its products are of the
@@ -30,6 +30,8 @@ class CutHead(torch.nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         products = [torch.nn.functional.linear(hidden, w) for w in self.weight.chunk(SHARDS)]
+        for product in products:  # as a process has it; how a GPU adds may depend on strides
+            product.register_hook(Tensor.contiguous)
         return torch.cat(products, -1)
 
 
@@ -40,22 +42,22 @@ class OneShard(torch.nn.Module):
         return rl_logp.vocab_parallel_logp(logits, target, temperature=0.7)
 
 
-def in_one_process() -> torch.nn.Module:
-    model: Any = new_model()
+def in_one_process(device: str) -> torch.nn.Module:
+    model: Any = new_model(device)
     model.head = CutHead(model.head.weight)
     model.logp = OneShard()
     return model
 
 
-def one_process() -> list[Result]:
-    """What the processes of each half of the batch should get."""
-    return data_parallel.one_process(torch.float32, in_one_process)
+def one_process(size: int, device: str) -> list[Result]:
+    """What the processes of each part of the batch should get."""
+    return data_parallel.one_process(torch.float32, device, in_one_process, size // SHARDS)
 
 
 def train(rank: int, size: int, device: str) -> Result:
     """Trains, and returns what data_parallel's processes do."""
     mesh = init_device_mesh(device, (size // SHARDS, SHARDS), mesh_dim_names=("dp", "tp"))
-    model = new_model()
+    model = new_model(device)
     head = ColwiseParallel(
         input_layouts=Replicate(), output_layouts=Shard(-1), use_local_output=False
     )
@@ -70,8 +72,8 @@ def train(rank: int, size: int, device: str) -> Result:
     losses = []
     for step in range(STEPS):
         optimizer.zero_grad()
-        loss = losses_of(run, step, mesh.get_local_rank("dp"))
+        loss = losses_of(run, step, mesh.get_local_rank("dp"), device)
         losses.append(loss.detach())
         loss.sum().backward()
         optimizer.step()
-    return {"losses": losses, **data_parallel._copies(model)}
+    return data_parallel.on_cpu({"losses": losses, **data_parallel._copies(model)})

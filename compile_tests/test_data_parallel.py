@@ -3,36 +3,40 @@
 Why bits can be asked for is said in data_parallel.py.
 """
 
+from typing import NamedTuple
+
 import pytest
 import torch
-from torch.multiprocessing.spawn import spawn
 
 from compile_tests.common import HAS_COMPILER, INDUCTOR, assert_same_bits
-from compile_tests.data_parallel import WORLD_SIZE, WRAPPERS, Result, one_process, worker
-
-pytestmark = pytest.mark.skipif(
-    not (torch.distributed.is_available() and torch.distributed.is_gloo_available()),
-    reason="needs torch.distributed with gloo",
-)
+from compile_tests.data_parallel import WORLD_SIZE, WRAPPERS, Result, one_process, train
+from compile_tests.processes import ON_CPUS, ON_GPUS, run_processes
 
 BACKENDS = ["eager", "aot_eager", INDUCTOR]
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, str], Result]]:
+class Processes(NamedTuple):
+    device: str
+    found: list[dict[tuple[str, str], Result]]
+
+
+@pytest.fixture(scope="module", params=[ON_CPUS, ON_GPUS])
+def processes(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Processes:
     """Of each rank: what every wrapper and backend came to. One pair of processes runs them all."""
     folder = tmp_path_factory.mktemp("data_parallel")
     backends = ["eager", "aot_eager", "inductor"] if HAS_COMPILER else ["eager", "aot_eager"]
-    spawn(worker, (str(folder), backends), nprocs=WORLD_SIZE)
-    return [torch.load(folder / f"results.{rank}") for rank in range(WORLD_SIZE)]
+    found = run_processes(WORLD_SIZE, request.param, folder, train, backends)
+    return Processes(request.param, found)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_trains_as_one_process_does(wrapper: str, backend: str, results):
+def test_trains_as_one_process_does(wrapper: str, backend: str, processes: Processes):
     dtype = torch.bfloat16 if wrapper.endswith("bf16") else torch.float32
-    for rank, expected in enumerate(one_process(dtype)):
-        actual = results[rank][wrapper, backend]
+    for rank, expected in enumerate(one_process(dtype, processes.device)):
+        actual = processes.found[rank][wrapper, backend]
         assert_same_bits(actual["losses"], expected["losses"], f"losses of rank {rank}")
         for kind in ("gradients", "parameters"):
             assert actual[kind].keys() == expected[kind].keys()
@@ -42,14 +46,14 @@ def test_trains_as_one_process_does(wrapper: str, backend: str, results):
 
 @pytest.mark.parametrize("backend", BACKENDS[1:])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_the_op_was_compiled(wrapper: str, backend: str, results):
-    for result in results:
+def test_the_op_was_compiled(wrapper: str, backend: str, processes: Processes):
+    for result in processes.found:
         assert result[wrapper, backend]["compiled"] == 1
 
 
 def test_the_training_moved():
     """Or equal bits would say nothing."""
-    (first, _), (second, _) = one_process(torch.float32), one_process(torch.bfloat16)
+    first, second = (one_process(dtype, "cpu")[0] for dtype in (torch.float32, torch.bfloat16))
     assert not torch.equal(first["losses"][0], first["losses"][-1])
     assert not torch.equal(first["losses"][0], second["losses"][0])
     assert all(gradient.any() for gradient in first["gradients"].values())

@@ -3,9 +3,10 @@
 Plain shards and DTensors, eager and compiled; FSDP2 and tensor parallelism together.
 """
 
+from collections.abc import Callable
+from functools import cache
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.tensor import Replicate
 import rl_logp
 from compile_tests import fsdp_tp
 from compile_tests.common import assert_same_bits, gradients
+from compile_tests.processes import ON_CPUS, ON_GPUS, run_processes
 from compile_tests.vocab_parallel import (
     CUTS,
     LAYOUTS,
@@ -22,75 +24,76 @@ from compile_tests.vocab_parallel import (
     TEMPERATURE,
     arguments,
     backends,
+    cuts_of,
+    layouts,
     one_process,
-    run_processes,
+    run,
 )
 
-SIZE = 4
+DEVICES = [ON_CPUS, ON_GPUS]
+SIZES = {"cpu": 4, "cuda": 4 if torch.cuda.device_count() >= 4 else 2}
+NEED_FOUR = ("refusals",)
 GATHER = "c10d_functional.all_gather_into_tensor"
 
-needs_gloo = pytest.mark.skipif(
-    not (torch.distributed.is_available() and torch.distributed.is_gloo_available()),
-    reason="needs torch.distributed with gloo",
-)
+
+class Processes(NamedTuple):
+    device: str
+    found: list[dict[str, Any]]  # of each rank, by scenario
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
-    """Of each rank: what it found. One set of processes runs everything."""
-    folder = tmp_path_factory.mktemp("vocab_parallel")
-    return run_processes(SIZE, "cpu", folder, list(SCENARIOS))
+def processes_on(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Processes]:
+    """One set of processes on a device runs everything."""
+
+    @cache
+    def run_once(device: str) -> Processes:
+        folder = tmp_path_factory.mktemp("vocab_parallel")
+        scenarios = [name for name in SCENARIOS if SIZES[device] == 4 or name not in NEED_FOUR]
+        return Processes(device, run_processes(SIZES[device], device, folder, run, scenarios))
+
+    return run_once
 
 
-def cases(names) -> list:
-    return [pytest.param(name, backend) for name in names for backend in backends(name)]
+@pytest.fixture
+def processes(device: str, processes_on: Callable[[str], Processes]) -> Processes:
+    return processes_on(device)
 
 
-def assert_plain_shards_are_one_process(
-    results: list[dict[Any, Any]], name: str, backend: str, device: str
-) -> None:
+def cases(names_of_size) -> list:
+    return [
+        pytest.param(device.values[0], name, backend, marks=device.marks)
+        for device in DEVICES
+        for name in names_of_size(SIZES[device.values[0]])
+        for backend in backends(name, SIZES[device.values[0]])
+    ]
+
+
+@pytest.mark.parametrize(("device", "name", "backend"), cases(cuts_of))
+def test_plain_shards(name: str, backend: str, processes: Processes) -> None:
     cuts = CUTS[name]
-    logp, lse, dlogits = (tensor.cpu() for tensor in one_process(cuts[-1], device))
-    for rank, found in enumerate(results):
+    logp, lse, dlogits = (tensor.cpu() for tensor in one_process(cuts[-1], processes.device))
+    for rank, found in enumerate(processes.found):
         start, end = list(pairwise(cuts))[rank % (len(cuts) - 1)]
         actual, gathers = found["plain shards"][name, backend]
         assert_same_bits(actual, [logp, lse, dlogits[..., start:end]], f"rank {rank}")
         assert gathers == (0 if backend == "eager" else 1), "in the one graph"
 
 
-@needs_gloo
-@pytest.mark.parametrize(("name", "backend"), cases(CUTS))
-def test_plain_shards(name: str, backend: str, results: list[dict[Any, Any]]) -> None:
-    assert_plain_shards_are_one_process(results, name, backend, "cpu")
-
-
-@pytest.mark.cuda
-def test_plain_shards_on_gpus(tmp_path: Path) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip(f"needs two GPUs, and there is {torch.cuda.device_count()}")
-    if not torch.distributed.is_nccl_available():
-        pytest.skip("needs torch.distributed with NCCL")
-    size = 4 if torch.cuda.device_count() >= 4 else 2
-    results = run_processes(size, "cuda", tmp_path, ["plain shards"])
-    for name, backend in results[0]["plain shards"]:
-        assert_plain_shards_are_one_process(results, name, backend, "cuda")
-
-
-@needs_gloo
-@pytest.mark.parametrize(("name", "backend"), cases(LAYOUTS))
-def test_dtensors(name: str, backend: str, results: list[dict[Any, Any]]) -> None:
+@pytest.mark.parametrize(("device", "name", "backend"), cases(layouts))
+def test_dtensors(name: str, backend: str, processes: Processes) -> None:
     _, placements, vocab_size = LAYOUTS[name]
     over_vocabulary = sum(placement.is_shard(2) for placement in placements)
     if over_vocabulary:
-        expected = one_process(vocab_size)
+        expected = one_process(vocab_size, processes.device)
     else:  # which are rows of fused_logp
-        logits, target = arguments(vocab_size)
+        logits, target = arguments(vocab_size, processes.device)
         outputs = rl_logp.fused_logp(
             logits.requires_grad_(), target, temperature=TEMPERATURE, return_lse=True
         )
         expected = (*(out.detach() for out in outputs), *gradients(outputs, logits))
+    expected = tuple(tensor.cpu() for tensor in expected)
     of_rows = tuple(Replicate() if p.is_shard(2) else p for p in placements)
-    for rank, found in enumerate(results):
+    for rank, found in enumerate(processes.found):
         actual, placed, communication = found["dtensors"][name, backend]
         if name in NOT_ALIGNED:  # the groups of columns are others, and so are their roundings
             logp, lse, dlogits = actual
@@ -104,9 +107,9 @@ def test_dtensors(name: str, backend: str, results: list[dict[Any, Any]]) -> Non
             assert communication == ({GATHER: over_vocabulary} if over_vocabulary else {})
 
 
-@needs_gloo
-def test_dtensors_that_cannot_be_scored_as_they_are(results: list[dict[Any, Any]]) -> None:
-    for rank, found in enumerate(results):
+@pytest.mark.parametrize("device", [ON_CPUS])
+def test_dtensors_that_cannot_be_scored_as_they_are(processes: Processes) -> None:
+    for rank, found in enumerate(processes.found):
         said = found["refusals"]
         assert said["plain"] == "True"
         assert (
@@ -128,11 +131,11 @@ def test_dtensors_that_cannot_be_scored_as_they_are(results: list[dict[Any, Any]
         )
 
 
-@needs_gloo
-def test_fsdp_and_tensor_parallel_train_as_one_process(results: list[dict[Any, Any]]) -> None:
-    of_halves = fsdp_tp.one_process()
-    for rank, found in enumerate(results):
-        actual, expected = found["fsdp and tp"], of_halves[rank // fsdp_tp.SHARDS]
+@pytest.mark.parametrize("device", DEVICES)
+def test_fsdp_and_tensor_parallel_train_as_one_process(processes: Processes) -> None:
+    of_parts = fsdp_tp.one_process(len(processes.found), processes.device)
+    for rank, found in enumerate(processes.found):
+        actual, expected = found["fsdp and tp"], of_parts[rank // fsdp_tp.SHARDS]
         assert_same_bits(actual["losses"], expected["losses"], f"losses of rank {rank}")
         for kind in ("gradients", "parameters"):
             assert actual[kind].keys() == expected[kind].keys()

@@ -1,9 +1,8 @@
 """What the processes of test_vocab_parallel.py run, and what one process gets."""
 
+import math
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,16 +13,18 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.multiprocessing.spawn import spawn
 
 import rl_logp
 from compile_tests import fsdp_tp
 from compile_tests.common import HAS_COMPILER, fresh_compiler, gradients
 from compile_tests.graphs import calls
 
-# Compiled, for each kind of case, once: compiling is what takes the time.
+# Compiled, for each kind of case, once: compiling is what takes the time. By how many processes.
 COMPILED = ["aot_eager", *(["inductor"] if HAS_COMPILER else [])]
-COMPILED_CASES = ("four unequal shards", "rows and vocabulary", "rows over 4, unevenly")
+COMPILED_CASES = {
+    2: ("two unequal shards", "vocabulary over 2", "rows over 2, unevenly"),
+    4: ("four unequal shards", "rows and vocabulary", "rows over 4, unevenly"),
+}
 ROWS = (3, 4)
 TEMPERATURE = 0.7
 
@@ -36,11 +37,19 @@ CUTS = {
     "four shards, two of them empty": (0, 0, 32, 32, 50),
 }
 
-NOT_ALIGNED = ("vocabulary over 4, not aligned", "vocabulary over 4, of which one has none")
+NOT_ALIGNED = (
+    "vocabulary over 2, not aligned",
+    "vocabulary over 4, not aligned",
+    "vocabulary over 4, of which one has none",
+)
 
 # Shape of the mesh, placements of logits on it, and the size of the vocabulary.
 Layout = tuple[tuple[int, ...], list[Placement], int]
 LAYOUTS: dict[str, Layout] = {
+    "vocabulary over 2": ((2,), [Shard(2)], 96),
+    "vocabulary over 2, not aligned": ((2,), [Shard(2)], 100),
+    "rows over 2, unevenly": ((2,), [Shard(0)], 96),
+    "rows over 1 and vocabulary over 2": ((1, 2), [Shard(0), Shard(2)], 96),
     "vocabulary over 4": ((4,), [Shard(2)], 128),
     "vocabulary over 4, unevenly": ((4,), [Shard(2)], 125),
     "vocabulary over 4, not aligned": ((4,), [Shard(2)], 100),
@@ -64,6 +73,16 @@ def arguments(vocab_size: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
     return logits.to(device), target.to(device)
 
 
+def cuts_of(size: int) -> dict[str, tuple[int, ...]]:
+    """Those with a shard for each process of a group that as many have room for."""
+    return {name: cuts for name, cuts in CUTS.items() if len(cuts) - 1 <= size}
+
+
+def layouts(size: int) -> dict[str, Layout]:
+    """Those whose mesh has as many processes."""
+    return {name: layout for name, layout in LAYOUTS.items() if math.prod(layout[0]) == size}
+
+
 def one_process(vocab_size: int, device: str = "cpu") -> tuple[Tensor, ...]:
     """logp, lse and dlogits of the whole vocabulary, in one process."""
     logits, target = arguments(vocab_size, device)
@@ -72,14 +91,14 @@ def one_process(vocab_size: int, device: str = "cpu") -> tuple[Tensor, ...]:
     return (*(out.detach() for out in outputs), *gradients(outputs, logits))
 
 
-def backends(name: str) -> list[str]:
-    return ["eager", *(COMPILED if name in COMPILED_CASES else [])]
+def backends(name: str, size: int) -> list[str]:
+    return ["eager", *(COMPILED if name in COMPILED_CASES[size] else [])]
 
 
-def each_backend(name: str, function: Callable) -> Iterator[tuple[str, Callable, list]]:
+def each_backend(name: str, size: int, function: Callable) -> Iterator[tuple[str, Callable, list]]:
     """The function as it is, and compiled whole; with the graphs that the compiler was given."""
     yield "eager", function, []
-    for backend in backends(name)[1:]:
+    for backend in backends(name, size)[1:]:
         with fresh_compiler():
             compiler = CompileCounterWithBackend(backend)
             run = torch.compile(function, backend=compiler, fullgraph=True)
@@ -89,9 +108,7 @@ def each_backend(name: str, function: Callable) -> Iterator[tuple[str, Callable,
 def plain_shards(rank: int, size: int, device: str) -> dict[Any, Any]:
     """This rank's results for all CUTS among as many processes; the other groups do the same."""
     found: dict[Any, Any] = {}
-    for shards in {len(cuts) - 1 for cuts in CUTS.values()}:
-        if shards > size:
-            continue
+    for shards in {len(cuts) - 1 for cuts in cuts_of(size).values()}:
         groups = [dist.new_group(list(range(i, i + shards))) for i in range(0, size, shards)]
         group, index = groups[rank // shards], rank % shards
         for name, cuts in CUTS.items():
@@ -100,18 +117,18 @@ def plain_shards(rank: int, size: int, device: str) -> dict[Any, Any]:
             start, end = list(pairwise(cuts))[index]
             logits, target = arguments(cuts[-1], device)
 
-            def score(shard: Tensor, target: Tensor, start=start, size=cuts[-1], group=group):
+            def score(shard: Tensor, target: Tensor, start=start, end=cuts[-1], group=group):
                 return rl_logp.vocab_parallel_logp(
                     shard,
                     target,
                     group=group,
                     vocab_start=start,
-                    vocab_size=size,
+                    vocab_size=end,
                     temperature=TEMPERATURE,
                     return_lse=True,
                 )
 
-            for backend, run, graphs in each_backend(name, score):
+            for backend, run, graphs in each_backend(name, size, score):
                 shard = logits[..., start:end].clone().requires_grad_()
                 outputs = run(shard, target)
                 results = (*(out.detach() for out in outputs), *gradients(outputs, shard))
@@ -124,9 +141,9 @@ def plain_shards(rank: int, size: int, device: str) -> dict[Any, Any]:
 
 
 def dtensors(rank: int, size: int, device: str) -> dict[Any, Any]:
-    """Results for all LAYOUTS, whole; how this rank had them, and what was communicated."""
+    """Results for the LAYOUTS of this size, whole; how this rank had them, and what was sent."""
     found: dict[Any, Any] = {}
-    for name, (shape, placements, vocab_size) in LAYOUTS.items():
+    for name, (shape, placements, vocab_size) in layouts(size).items():
         mesh = init_device_mesh(device, shape)
         logits, target = arguments(vocab_size, device)
         rows = [Replicate() if p.is_shard(2) else p for p in placements]
@@ -134,7 +151,7 @@ def dtensors(rank: int, size: int, device: str) -> dict[Any, Any]:
         def score(logits: Tensor, target: Tensor):
             return rl_logp.fused_logp(logits, target, temperature=TEMPERATURE, return_lse=True)
 
-        for backend, run, _ in each_backend(name, score):
+        for backend, run, _ in each_backend(name, size, score):
             leaf = distribute_tensor(logits, mesh, placements).requires_grad_()
             sharded_target = distribute_tensor(target, mesh, rows)
             upstream = [
@@ -200,23 +217,6 @@ SCENARIOS: dict[str, Callable[[int, int, str], dict]] = {
 }
 
 
-def worker(rank: int, size: int, device: str, folder: str, scenarios: list[str]) -> None:
-    torch.set_num_threads(1)
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-    dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(minutes=5),
-    )
-    found = {name: SCENARIOS[name](rank, size, device) for name in scenarios}
-    torch.save(found, f"{folder}/results.{rank}")
-    dist.destroy_process_group()
-
-
-def run_processes(size: int, device: str, folder: Path, scenarios: list[str]) -> list[dict]:
-    """What each process found, by scenario."""
-    spawn(worker, (size, device, str(folder), scenarios), nprocs=size)
-    return [torch.load(folder / f"results.{rank}") for rank in range(size)]
+def run(rank: int, size: int, device: str, scenarios: list[str]) -> dict[str, dict]:
+    """What one process finds, by scenario."""
+    return {name: SCENARIOS[name](rank, size, device) for name in scenarios}

@@ -146,10 +146,18 @@ struct Tile {
   using Ints = typename Simd::Ints;
 
   // Adds the groups of the first `blocks` blocks of y; the first one has the number `group`.
+  //
+  // `ahead`: logits that are wanted later, and are asked for one by one, as long as there is
+  // something to do meanwhile. The processor itself looks ahead within a page of 4 KiB, and no
+  // further. What lies past the end of a row, or of memory, is not harmed.
+  template <class Element>
   void add(
-      const float* y, int blocks, uint32_t group, TermSum<Simd>& sum, LargestGroup& row_largest) {
+      const float* y, int blocks, uint32_t group, TermSum<Simd>& sum, LargestGroup& row_largest,
+      const Element* ahead) {
     for (int block = 0; block < blocks; ++block) look(y + block * kBlockColumns, block);
-    for (int block = 0; block < blocks; ++block) exponentiate(y + block * kBlockColumns, block);
+    for (int block = 0; block < blocks; ++block) {
+      exponentiate(y + block * kBlockColumns, block, ahead + block * kBlockColumns);
+    }
     for (int block = 0; block < blocks; ++block) {
       const uint32_t first = group + static_cast<uint32_t>(block * Simd::kLanes);
       if (is_fast(block)) {
@@ -179,11 +187,13 @@ struct Tile {
     exponent[block] = Simd::subtract_int(Simd::bits(shifted), Simd::set_int(kRoundShiftBits));
   }
 
-  void exponentiate(const float* y, int block) {
+  template <class Element>
+  void exponentiate(const float* y, int block, const Element* ahead) {
     constexpr int kPerGroup = kGroup / Simd::kLanes;
     total[block] = Simd::template reduce_groups<Sum>([&](int i) {
       const Floats minus = Simd::set(minus_rounded[block][i / kPerGroup]);
       const Floats of_y = Simd::load(y + i * Simd::kLanes);
+      __builtin_prefetch(ahead + i * Simd::kLanes);
       return exp2<Simd>(Simd::fused_multiply_add(of_y, Simd::set(kLog2e), minus));
     });
   }
@@ -226,23 +236,25 @@ void sum_columns(const Columns& columns, PartialRow& row) {
   TermSum<Simd> sum(row.sum);
   LargestGroup largest = row.largest;
   Tile<Simd> tile;
-  float buffer[Tile<Simd>::kColumns];
-  for (int64_t column = columns.begin; column < columns.end; column += Tile<Simd>::kColumns) {
+  constexpr int kColumns = Tile<Simd>::kColumns;
+  float buffer[kColumns];
+  for (int64_t column = columns.begin; column < columns.end; column += kColumns) {
     const auto group = static_cast<uint32_t>(column / kGroup);
     const int64_t left = columns.end - column;
-    if (left >= Tile<Simd>::kColumns) {
+    const Element* ahead = logits + column + kColumns;
+    if (left >= kColumns) {
       const float* y = buffer;
       if constexpr (std::is_same_v<Element, float> && !kTemperature) {
         y = logits + column;
       } else {
 #pragma GCC unroll 4
-        for (int i = 0; i < Tile<Simd>::kColumns; i += Simd::kLanes) {
+        for (int i = 0; i < kColumns; i += Simd::kLanes) {
           auto x = Simd::load(logits + column + i);
           if constexpr (kTemperature) x = Simd::divide(x, temperature);
           Simd::store(buffer + i, x);
         }
       }
-      tile.add(y, Tile<Simd>::kBlocks, group, sum, largest);
+      tile.add(y, Tile<Simd>::kBlocks, group, sum, largest, ahead);
     } else {
       constexpr int kBlockColumns = Tile<Simd>::kBlockColumns;
       const auto blocks = static_cast<int>(ceil_div(left, kBlockColumns));
@@ -252,7 +264,7 @@ void sum_columns(const Columns& columns, PartialRow& row) {
         buffer[i] = to_float(logits[column + i]);
         if constexpr (kTemperature) buffer[i] = divide(buffer[i], columns.temperature);
       }
-      tile.add(buffer, blocks, group, sum, largest);
+      tile.add(buffer, blocks, group, sum, largest, ahead);
     }
   }
   row.sum = sum.settle();

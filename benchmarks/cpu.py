@@ -156,6 +156,9 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     default = Path(__file__).parent / "results" / "cpu.json"
     parser.add_argument("--output", type=Path, default=default, help="default: %(default)s")
+    parser.add_argument(
+        "--threads", type=int, nargs="+", help="default: 1 and all; all need an idle machine"
+    )
     parser.add_argument("--commit", help="where the checkout is no git repository")
     return parser.parse_args()
 
@@ -164,7 +167,7 @@ def main() -> None:
     args = arguments()
     common = {**surroundings(CPU, args.commit), "cpu": processor()}
     results = Results(args.output, common)
-    everywhere = sorted({1, torch.get_num_threads()})
+    everywhere = args.threads or sorted({1, torch.get_num_threads()})
     tasks = [(threads, point) for threads in everywhere for point in POINTS]
     bandwidth: dict[int, Row] = {}
     for threads, point in tqdm(tasks, unit="point"):

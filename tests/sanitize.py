@@ -82,7 +82,9 @@ def logits_of(case: Case, dtype: torch.dtype) -> Tensor:
 
 
 def launch(case: Case, dtype: torch.dtype, divisor: Optional[Tensor], flip: bool) -> int:
-    """A forward and a backward, or two of each where rows are few. Returns how many launches."""
+    """A forward, a backward, states and their sum, or two of each where rows are few.
+
+    Returns how many launches."""
     logits = logits_of(case, dtype)
     target = torch.arange(case.rows) * 7 % (case.columns + 2) - 1  # some are ignored
     target = target.to(torch.int64 if flip else torch.int32).cuda()
@@ -103,7 +105,23 @@ def launch(case: Case, dtype: torch.dtype, divisor: Optional[Tensor], flip: bool
         assert bool((logp.cpu()[target.cpu() < 0] == 0).all())
         lse.cpu()
         assert bool((allocation(dlogits)[::3] == 0).all())
-    return 2 * len(ways)
+        of_states = logp_of_states(logits, target, divisor, all_rows)
+        assert torch.equal(of_states.view(torch.int32), logp.cpu().view(torch.int32))
+    return 4 * len(ways)
+
+
+def logp_of_states(
+    logits: Tensor, target: Tensor, divisor: Optional[Tensor], all_rows: bool
+) -> Tensor:
+    """logp through the states of a shard that is the whole vocabulary."""
+    rows, columns = logits.shape
+    states = torch.empty(1, rows, 8, dtype=torch.int64, device="cuda")
+    OPS._fused_logp_partial_out(logits, target, divisor, all_rows, 0, columns, states)
+    logp = torch.empty(rows, device="cuda")
+    lse = torch.empty(rows, dtype=torch.float64, device="cuda")
+    OPS._fused_logp_combine_out(states, target, columns, logp, lse)
+    lse.cpu()
+    return logp.cpu()
 
 
 def gradient_buffer(case: Case, dtype: torch.dtype) -> Tensor:

@@ -11,7 +11,7 @@ namespace {
 constexpr int64_t kMaxGridRows = 1 << 27;
 
 template <class Traits>
-cudaError_t launch(const ForwardArgs& args, int blocks_per_row, cudaStream_t stream) {
+cudaError_t launch_in_clusters(const ForwardArgs& args, int blocks_per_row, cudaStream_t stream) {
   cudaLaunchConfig_t config{};
   const int64_t rows = std::min(args.shape.rows, kMaxGridRows);
   config.gridDim = dim3(static_cast<unsigned>(rows * blocks_per_row));
@@ -24,6 +24,18 @@ cudaError_t launch(const ForwardArgs& args, int blocks_per_row, cudaStream_t str
   config.attrs = &cluster;
   config.numAttrs = blocks_per_row > 1 ? 1 : 0;
   return cudaLaunchKernelEx(&config, forward_kernel<Traits>, args);
+}
+
+template <class Traits>
+cudaError_t launch(const ForwardArgs& args, int blocks_per_row, cudaStream_t stream) {
+  cudaError_t error = launch_in_clusters<Traits>(args, blocks_per_row, stream);
+  // A part of a GPU may not hold a cluster that the whole of it does.
+  while (error == cudaErrorInvalidClusterSize && blocks_per_row > 1) {
+    cudaGetLastError();  // or the next call would find it
+    blocks_per_row /= 2;
+    error = launch_in_clusters<Traits>(args, blocks_per_row, stream);
+  }
+  return error;
 }
 
 // The largest cluster that leaves each of its warps a tile and each block a multiprocessor of its

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import Replicate
 
 import rl_logp
-from compile_tests import fsdp_tp
+from compile_tests import dtensor_training, fsdp_tp
 from compile_tests.common import assert_same_bits, gradients
 from compile_tests.processes import ON_CPUS, ON_GPUS, run_processes
 from compile_tests.vocab_parallel import (
@@ -59,7 +59,7 @@ def processes(device: str, processes_on: Callable[[str], Processes]) -> Processe
     return processes_on(device)
 
 
-def cases(names_of_size) -> list:
+def cases(names_of_size, backends=backends) -> list:
     return [
         pytest.param(device.values[0], name, backend, marks=device.marks)
         for device in DEVICES
@@ -120,6 +120,10 @@ def test_dtensors_that_cannot_be_scored_as_they_are(processes: Processes) -> Non
             "vocab_parallel_logp: expected no group, vocab_start or vocab_size beside a DTensor,"
             " whose placements say them, got (None, 0, None)"
         )
+        assert said["order"].startswith(
+            "vocab_parallel_logp: expected the vocabulary in order, got"
+        )
+        assert "not sharded on the vocabulary" in said["operator, order"]
         start, end = 18 * rank, min(18 * (rank + 1), 70)
         assert said["alignment"] == (
             "vocab_parallel_logp: expected shards that start at multiples of 16 columns, got"
@@ -141,3 +145,21 @@ def test_fsdp_and_tensor_parallel_train_as_one_process(processes: Processes) -> 
             assert actual[kind].keys() == expected[kind].keys()
             for name, tensor in expected[kind].items():
                 assert_same_bits(actual[kind][name], tensor, f"{kind} of {name} on rank {rank}")
+
+
+@pytest.mark.parametrize(
+    ("device", "name", "backend"),
+    cases(dtensor_training.meshes, lambda *_: dtensor_training.BACKENDS),
+)
+def test_a_step_on_dtensors_is_that_of_one_process(
+    name: str, backend: str, processes: Processes
+) -> None:
+    expected = dtensor_training.one_process(name, processes.device)
+    for rank, found in enumerate(processes.found):
+        for what, actual, wanted in zip(
+            ("losses", "gradient", "weight"),
+            found["training"][name, backend],
+            expected,
+            strict=True,
+        ):
+            assert_same_bits(actual, wanted.cpu(), f"{what} on rank {rank}")

@@ -13,9 +13,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import rl_logp
-from compile_tests import fsdp_tp
+from compile_tests import dtensor_training, fsdp_tp
 from compile_tests.common import HAS_COMPILER, fresh_compiler, gradients
 from compile_tests.graphs import calls
 
@@ -189,11 +190,15 @@ def refusals(rank: int, size: int, device: str) -> dict[str, str]:
     unevenly = distribute_tensor(logits[..., :70], mesh, [Shard(2)])
     by_rows = distribute_tensor(logits, init_device_mesh(device, (2, 2)), [Shard(0), Shard(2)])
     whole_target = distribute_tensor(target, mesh, [Replicate()])
+    order = [_StridedShard(2, split_factor=2)]
+    out_of_order = DTensor.from_local(by_vocabulary.to_local(), mesh, order, run_check=False)
     attempts: dict[str, Callable] = {
         "operator": lambda: torch.ops.rl_logp.fused_logp(by_vocabulary, whole_target),
         "layout": lambda: rl_logp.vocab_parallel_logp(by_vocabulary, target, vocab_start=0),
         "alignment": lambda: rl_logp.vocab_parallel_logp(unevenly, target, require_aligned=True),
         "target": lambda: rl_logp.fused_logp(by_rows, target),
+        "order": lambda: rl_logp.fused_logp(out_of_order, whole_target),
+        "operator, order": lambda: torch.ops.rl_logp.fused_logp(out_of_order, whole_target),
     }
     found = {}
     for name, attempt in attempts.items():
@@ -214,6 +219,7 @@ SCENARIOS: dict[str, Callable[[int, int, str], dict]] = {
     "dtensors": dtensors,
     "refusals": refusals,
     "fsdp and tp": fsdp_tp.train,
+    "training": dtensor_training.train,
 }
 
 

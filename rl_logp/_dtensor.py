@@ -13,15 +13,21 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from rl_logp import _shard
 
 _OPS = torch.ops.rl_logp
 
 
+def _shards(placement: Placement, dim: int) -> bool:
+    """Whether it shards this dimension, in whichever order: ``is_shard`` knows one alone."""
+    return isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim
+
+
 def _by_rows(logits, others: tuple, outputs: int) -> list:
     """Every dimension but the vocabulary may be sharded, of all tensors alike, or none."""
-    if any(p.is_shard(logits.ndim - 1) for p in logits.placements):
+    if any(_shards(p, logits.ndim - 1) for p in logits.placements):
         raise ValueError(
             "fused_logp: expected logits that are not sharded on the vocabulary,"
             f" got {logits.placements}: call rl_logp.fused_logp"
@@ -51,7 +57,7 @@ def _backward_sharding(grad_logp, grad_lse, logits, target, temperature, lse, *n
 
 def is_vocab_sharded(logits: Tensor) -> bool:
     return isinstance(logits, DTensor) and any(
-        placement.is_shard(logits.dim() - 1) for placement in logits.placements
+        _shards(placement, logits.dim() - 1) for placement in logits.placements
     )
 
 
@@ -59,9 +65,10 @@ def vocab_range(mesh: DeviceMesh, placements: tuple, dim: int, size: int) -> tup
     """Start and length of this rank's piece of a dimension, cut as DTensor and torch.chunk do."""
     start = 0
     for mesh_dim, placement in enumerate(placements):
-        if not placement.is_shard(dim):
+        if not _shards(placement, dim):
             continue
-        if type(placement) is not Shard:
+        # Not `type(...) is Shard`, which Dynamo in torch 2.11 finds false of any.
+        if isinstance(placement, _StridedShard):
             raise ValueError(
                 f"vocab_parallel_logp: expected the vocabulary in order, got {placement}"
             )

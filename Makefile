@@ -95,6 +95,10 @@ sanitize: build-cuda ## Run the kernels under compute-sanitizer's four tools
 bench: build-cuda ## Measure speed, memory and accuracy beside other implementations
 	$(PYTHON) -m benchmarks.run
 
+.PHONY: bench-cpu
+bench-cpu: build-cpu ## Measure the CPU kernel beside what torch offers, on an idle machine
+	$(PYTHON) -m benchmarks.cpu
+
 .PHONY: plots
 plots: $(VENV)/.dev ## Draw the figures in docs/ from benchmarks/results
 	$(PY) -m benchmarks.plot

@@ -20,9 +20,9 @@ from rl_logp import _shard
 _OPS = torch.ops.rl_logp
 
 
-def _shards(placement: Placement, dim: int) -> bool:
-    """Whether it shards this dimension, in whichever order: ``is_shard`` knows one alone."""
-    return isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim
+def _shards(placement: Placement, dim: Optional[int] = None) -> bool:
+    """Whether it shards this dimension, or any, in any order: ``is_shard`` knows one alone."""
+    return isinstance(placement, (Shard, _StridedShard)) and dim in (None, placement.dim)
 
 
 def _by_rows(logits, others: tuple, outputs: int) -> list:
@@ -38,7 +38,9 @@ def _by_rows(logits, others: tuple, outputs: int) -> list:
             return None
         return placement if tensor.ndim else Replicate()
 
-    choices = [Replicate(), *(Shard(dim) for dim in range(logits.ndim - 1))]
+    choices: list[Placement] = [Replicate(), *(Shard(dim) for dim in range(logits.ndim - 1))]
+    # What flattening rows makes of a shard. Where it is not on offer, DTensor gathers the logits.
+    choices += [p for p in logits.placements if isinstance(p, _StridedShard)]
     return [([p] * outputs, [placed(p, tensor) for tensor in others]) for p in choices]
 
 

@@ -1,0 +1,60 @@
+"""DTensors whose rows are sharded, or that are not: what is scored, and that nothing is sent.
+
+The other processes are not there: what this one sends is counted, and what it would get is not
+looked at. Processes that really are several are in compile_tests/test_vocab_parallel.py.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import rl_logp
+from rl_logp.testing import assert_bitwise_equal
+
+if not dist.is_available():
+    pytest.skip("needs torch.distributed", allow_module_level=True)
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+LOGITS = torch.randn(4, 6, 32)
+TARGET = torch.randint(-1, 32, (4, 6))
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    yield init_device_mesh("cpu", (2, 2))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "placements",
+    [[Shard(1), Replicate()], [Shard(0), Shard(1)], [Shard(1), Shard(0)], [Shard(1), Shard(1)]],
+    ids=str,
+)
+def test_rows_that_were_flattened_are_scored_where_they_are(
+    mesh: DeviceMesh, placements: list[Placement]
+) -> None:
+    logits, target = (distribute_tensor(whole, mesh, placements) for whole in (LOGITS, TARGET))
+    try:
+        logits, target = logits.flatten(0, 1).requires_grad_(), target.flatten(0, 1)
+    except RuntimeError as error:
+        pytest.skip(f"this torch does not flatten them: {str(error)[:60]}")
+    with CommDebugMode() as communication:
+        outputs: Any = rl_logp.fused_logp(logits, target, temperature=0.7, return_lse=True)
+        (dlogits,) = torch.autograd.grad(outputs, logits, [torch.ones_like(o) for o in outputs])
+    assert communication.get_total_counts() == 0
+    leaf = logits.to_local().detach().requires_grad_()
+    local = rl_logp.fused_logp(leaf, target.to_local(), temperature=0.7, return_lse=True)
+    local += torch.autograd.grad(local, leaf, [torch.ones_like(out) for out in local])
+    for actual, expected in zip((*outputs, dlogits), local, strict=True):
+        assert actual.placements == logits.placements
+        assert_bitwise_equal(actual.to_local().detach(), expected.detach(), "this process's part")

@@ -26,7 +26,7 @@ torch.set_num_threads(1)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     seen = torch.cuda.device_count()
     for marker, needed in (("two_gpus", 2), ("cuda", 1)):
-        skip = pytest.mark.skip(reason=f"needs {needed} CUDA devices, and torch sees {seen}")
+        skip = pytest.mark.skip(reason=f"needs CUDA devices: {needed}, and torch sees {seen}")
         for item in items:
             if seen < needed and item.get_closest_marker(marker):
                 item.add_marker(skip)

@@ -1,5 +1,7 @@
 """C12: the device of logits is used; peers elsewhere are a clear error."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from calls import Result, assert_same_bits, call, sample
@@ -47,12 +49,21 @@ def test_the_meta_device_gets_shapes_alone() -> None:
 
 
 @pytest.mark.cuda
+@pytest.mark.two_gpus
 def test_the_current_device_is_not_asked() -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two CUDA devices, and there is one")
     case = sample((3, 515), torch.bfloat16, "cuda:0")
     expected = call(*case)
     actual = call(*(t.to("cuda:1") for t in case))
     assert_same_bits(Result(*(t.to("cuda:0") for t in actual)), expected, "cuda:1")
-    with pytest.raises(ValueError, match="expected target on cuda:0, the device of logits, got"):
-        rl_logp.fused_logp(case.logits, case.target.to("cuda:1"))
+
+
+@pytest.mark.cuda
+@pytest.mark.two_gpus
+@pytest.mark.parametrize("argument", ["target", "temperature"])
+@pytest.mark.parametrize("score", [rl_logp.fused_logp, rl_logp.vocab_parallel_logp])
+def test_a_peer_on_another_gpu_is_an_error(score: Callable, argument: str) -> None:
+    case = sample((3, 515), torch.bfloat16, "cuda:0")
+    case = case._replace(**{argument: getattr(case, argument).to("cuda:1")})
+    message = f"expected {argument} on cuda:0, the device of logits, got cuda:1"
+    with pytest.raises(ValueError, match=f"^fused_logp: {message}$"):
+        score(case.logits, case.target, temperature=case.temperature)

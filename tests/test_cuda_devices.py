@@ -1,41 +1,54 @@
 """C12 on the kernels: the device of the logits, its current stream, and no other."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 
 import pytest
 import torch
 from calls import DTYPES, Result, Sample, assert_same_bits, call
 from cuda_calls import choice, cuda_kernel, varied_rows
+from shards import call_in_shards
 
 pytestmark = cuda_kernel
 
 few_and_many = pytest.mark.parametrize("rows", [9, 641], ids=["few rows", "many rows"])
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
-DELAY = 50_000_000  # cycles: tens of milliseconds
+every_operator = pytest.mark.parametrize(
+    "function",
+    [
+        pytest.param(call, id="fused_logp"),
+        pytest.param(partial(call_in_shards, cuts=(0, 1024, 2051)), id="two shards"),
+    ],
+)
+
+DELAY = 100_000_000  # cycles: tens of milliseconds
 
 
-def call_behind_a_delay(case: Sample, device: str) -> Result:
+def call_behind_a_delay(case: Sample, device: str, function: Callable[..., Result]) -> Result:
     """The results on values that come only after a delay, on the device's current stream."""
     late = Sample(*(torch.zeros_like(t) for t in case))
     late.logits.fill_(torch.nan)
     stream = torch.cuda.current_stream(device)
-    call(*late)  # loads what loads lazily, which may wait, and leaves this stream memory
+    function(*late)  # loads what loads lazily, which may wait, and leaves this stream memory
     stream.synchronize()
     with torch.cuda.device(device):
         torch.cuda._sleep(DELAY)
         for tensor, values in zip(late, case, strict=True):
             tensor.copy_(values, non_blocking=True)
-    result = call(*late)
+    result = function(*late)
     assert not stream.query(), "the delay is over: nothing was shown"
     return result
 
 
+@every_operator
 @every_dtype
 @few_and_many
 @pytest.mark.parametrize("which", ["default", "side", "side with priority"])
-def test_the_current_stream_is_used(dtype: torch.dtype, rows: int, which: str) -> None:
+def test_the_current_stream_is_used(
+    function: Callable[..., Result], dtype: torch.dtype, rows: int, which: str
+) -> None:
     case = varied_rows(2051, dtype).rows(choice(rows))
     expected = call(*case)
     torch.cuda.synchronize()
@@ -45,7 +58,7 @@ def test_the_current_stream_is_used(dtype: torch.dtype, rows: int, which: str) -
         "side with priority": lambda: torch.cuda.Stream(priority=-1),
     }[which]()
     with torch.cuda.stream(stream):
-        actual = call_behind_a_delay(case, "cuda")
+        actual = call_behind_a_delay(case, "cuda", function)
     stream.synchronize()
     assert_same_bits(actual, expected, f"the {which} stream")
 
@@ -53,18 +66,22 @@ def test_the_current_stream_is_used(dtype: torch.dtype, rows: int, which: str) -
 @pytest.fixture(params=[(0, 1), (1, 0)], ids=["current 0, logits on 1", "current 1, logits on 0"])
 def devices(request: pytest.FixtureRequest) -> Iterator[tuple[int, str]]:
     """The current device, and another."""
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two CUDA devices, and there is one")
     current, other = request.param
     with torch.cuda.device(current):
         yield current, f"cuda:{other}"
 
 
+@pytest.mark.two_gpus
+@every_operator
 @every_dtype
 @few_and_many
 @pytest.mark.parametrize("side_stream", [False, True], ids=["default stream", "side stream"])
 def test_the_current_device_is_neither_used_nor_changed(
-    devices: tuple[int, str], dtype: torch.dtype, rows: int, side_stream: bool
+    devices: tuple[int, str],
+    function: Callable[..., Result],
+    dtype: torch.dtype,
+    rows: int,
+    side_stream: bool,
 ) -> None:
     current, other = devices
     here = varied_rows(2051, dtype, f"cuda:{current}").rows(choice(rows, device=f"cuda:{current}"))
@@ -76,7 +93,7 @@ def test_the_current_device_is_neither_used_nor_changed(
         if side_stream:  # of the other device; the current device stays
             stack.enter_context(torch.cuda.stream(torch.cuda.Stream(other)))
             torch.cuda.set_device(current)
-        actual = call_behind_a_delay(there, other)
+        actual = call_behind_a_delay(there, other, function)
         assert torch.cuda.current_device() == current
     torch.cuda.synchronize(other)
     assert {t.device for t in actual} == {torch.device(other)}

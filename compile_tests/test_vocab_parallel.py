@@ -120,9 +120,7 @@ def test_dtensors_that_cannot_be_scored_as_they_are(processes: Processes) -> Non
             "vocab_parallel_logp: expected no group, vocab_start or vocab_size beside a DTensor,"
             " whose placements say them, got (None, 0, None)"
         )
-        assert said["order"].startswith(
-            "vocab_parallel_logp: expected the vocabulary in order, got"
-        )
+        assert said["order"].startswith("fused_logp: expected the vocabulary in order, got")
         assert "not sharded on the vocabulary" in said["operator, order"]
         start, end = 18 * rank, min(18 * (rank + 1), 70)
         assert said["alignment"] == (
@@ -130,7 +128,7 @@ def test_dtensors_that_cannot_be_scored_as_they_are(processes: Processes) -> Non
             f" columns {start} to {end} of 70"
         )
         assert said["target"] == (
-            "vocab_parallel_logp: expected target as a DTensor, where rows are sharded as"
+            "fused_logp: expected target as a DTensor, where rows are sharded as"
             " (Shard(dim=0), Replicate()), got a plain tensor"
         )
 

@@ -63,7 +63,9 @@ def is_vocab_sharded(logits: Tensor) -> bool:
     )
 
 
-def vocab_range(mesh: DeviceMesh, placements: tuple, dim: int, size: int) -> tuple[int, int]:
+def vocab_range(
+    caller: str, mesh: DeviceMesh, placements: tuple, dim: int, size: int
+) -> tuple[int, int]:
     """Start and length of this rank's piece of a dimension, cut as DTensor and torch.chunk do."""
     start = 0
     for mesh_dim, placement in enumerate(placements):
@@ -71,9 +73,7 @@ def vocab_range(mesh: DeviceMesh, placements: tuple, dim: int, size: int) -> tup
             continue
         # Not `type(...) is Shard`, which Dynamo in torch 2.11 finds false of any.
         if isinstance(placement, _StridedShard):
-            raise ValueError(
-                f"vocab_parallel_logp: expected the vocabulary in order, got {placement}"
-            )
+            raise ValueError(f"{caller}: expected the vocabulary in order, got {placement}")
         piece = -(-size // mesh.size(mesh_dim))
         before = min(piece * mesh.get_local_rank(mesh_dim), size)
         start, size = start + before, min(piece, size - before)
@@ -81,18 +81,22 @@ def vocab_range(mesh: DeviceMesh, placements: tuple, dim: int, size: int) -> tup
 
 
 def logp(
+    caller: str,
     logits: Any,
     target: Tensor,
     temperature: Optional[Tensor],
     all_rows: bool,
     require_aligned: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """logp and lse as DTensors whose rows are sharded as those of logits, and replicated beside."""
+    """logp and lse as DTensors whose rows are sharded as those of logits, and replicated beside.
+
+    ``caller`` is the function that errors are to name.
+    """
     mesh, placements, dim = logits.device_mesh, logits.placements, logits.dim() - 1
     if any(placement.is_partial() for placement in placements):
-        raise ValueError(f"vocab_parallel_logp: expected no partial sums, got {placements}")
+        raise ValueError(f"{caller}: expected no partial sums, got {placements}")
     rows = [Replicate() if p.is_shard(dim) else p for p in placements]
-    vocab_start, columns = vocab_range(mesh, placements, dim, logits.shape[dim])
+    vocab_start, columns = vocab_range(caller, mesh, placements, dim, logits.shape[dim])
     if require_aligned:
         _shard.check_aligned(vocab_start, columns, logits.shape[dim])
 
@@ -104,8 +108,8 @@ def logp(
 
     results = _shard.logp(
         logits.to_local(),
-        _local("target", target, mesh, rows),
-        None if temperature is None else _local("temperature", temperature, mesh, rows),
+        _local(caller, "target", target, mesh, rows),
+        None if temperature is None else _local(caller, "temperature", temperature, mesh, rows),
         gather,
         vocab_start,
         logits.shape[dim],
@@ -120,14 +124,34 @@ def logp(
     return logp, lse
 
 
-def _local(name: str, per_row: Tensor, mesh: DeviceMesh, rows: Sequence[Placement]) -> Tensor:
+def per_row(
+    caller: str, logits: Any, target: Tensor, temperature: Optional[Tensor]
+) -> tuple[Tensor, Optional[Tensor]]:
+    """target and temperature as DTensors beside logits; torch itself takes 0-dim ones."""
+    mesh, rows = logits.device_mesh, logits.placements
+    replicated = [Replicate()] * mesh.ndim
+
+    def placed(name: str, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, DTensor) or not tensor.dim():
+            return tensor
+        whole = _local(caller, name, tensor, mesh, rows)
+        return DTensor.from_local(whole, mesh, replicated, run_check=False)
+
+    return placed("target", target), None if temperature is None else placed(
+        "temperature", temperature
+    )
+
+
+def _local(
+    caller: str, name: str, per_row: Tensor, mesh: DeviceMesh, rows: Sequence[Placement]
+) -> Tensor:
     """This rank's part of a tensor with one element a row. A plain tensor has all of them."""
     if isinstance(per_row, DTensor):
         placements = rows if per_row.dim() else [Replicate()] * len(rows)
         return per_row.redistribute(mesh, placements).to_local()
-    if per_row.dim() and any(placement.is_shard() for placement in rows):
+    if per_row.dim() and any(_shards(placement) for placement in rows):
         raise ValueError(
-            f"vocab_parallel_logp: expected {name} as a DTensor, where rows are sharded as"
+            f"{caller}: expected {name} as a DTensor, where rows are sharded as"
             f" {tuple(rows)}, got a plain tensor"
         )
     return per_row

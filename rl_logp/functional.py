@@ -94,8 +94,9 @@ def fused_logp(
         from rl_logp import _dtensor
 
         if _dtensor.is_vocab_sharded(logits):
-            logp, lse = _dtensor.logp(logits, target, scale, return_lse)
+            logp, lse = _dtensor.logp("fused_logp", logits, target, scale, return_lse)
             return (logp, lse) if return_lse else logp
+        target, scale = _dtensor.per_row("fused_logp", logits, target, scale)
     if not return_lse:
         return torch.ops.rl_logp.fused_logp(logits, target, scale)
     return torch.ops.rl_logp.fused_logp_with_lse(logits, target, scale)

@@ -142,4 +142,6 @@ def _of_dtensor(
             "vocab_parallel_logp: expected no group, vocab_start or vocab_size beside a DTensor,"
             f" whose placements say them, got {layout}"
         )
-    return _dtensor.logp(logits, target, temperature, all_rows, require_aligned)
+    return _dtensor.logp(
+        "vocab_parallel_logp", logits, target, temperature, all_rows, require_aligned
+    )

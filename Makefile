@@ -1,5 +1,5 @@
 # The two commands are `make demo` and `make test`; each sets up what it needs in $(VENV).
-# bench, gpu-test and sanitize run in the $(PYTHON) given, which has a CUDA torch, and install nothing.
+# bench, gpu-test, sanitize and their like run in the $(PYTHON) given, which has a CUDA torch, and install nothing.
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
@@ -32,7 +32,7 @@ FUZZ_CASES ?= 5000
 
 .PHONY: help
 help: ## Show this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | \
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sort | \
 	    awk -F ':.*## ' '{ printf "  make %-14s %s\n", $$1, $$2 }'
 	@printf '  %s\n' 'PYTHON=... is the Python to use (default python3), VENV=... the environment (default .venv)'
 
@@ -84,6 +84,10 @@ sanitize-cpu: $(SANITIZED)/.built ## Fuzz the CPU kernel and run its tests, unde
 gpu-test: build-cuda ## Build the kernels, and run the tests that need a GPU
 	$(PYTHON) -m pytest -m cuda tests compile_tests
 
+.PHONY: gpu2-test
+gpu2-test: build-cuda ## Build the kernels, and run the tests that need two GPUs
+	$(PYTHON) -m pytest -m two_gpus tests compile_tests
+
 .PHONY: sanitize
 sanitize: build-cuda ## Run the kernels under compute-sanitizer's four tools
 	@for tool in memcheck racecheck initcheck synccheck; do \
@@ -98,6 +102,10 @@ bench: build-cuda ## Measure speed, memory and accuracy beside other implementat
 .PHONY: bench-cpu
 bench-cpu: build-cpu ## Measure the CPU kernel beside what torch offers, on an idle machine
 	$(PYTHON) -m benchmarks.cpu
+
+.PHONY: bench2
+bench2: build-cuda ## Measure a vocabulary that two GPUs share
+	$(PYTHON) -m benchmarks.two_gpus
 
 .PHONY: plots
 plots: $(VENV)/.dev ## Draw the figures in docs/ from benchmarks/results

@@ -22,6 +22,7 @@ needs_gloo = pytest.mark.skipif(not _available("cpu"), reason="needs torch.distr
 needs_nccl = pytest.mark.skipif(not _available("cuda"), reason="needs torch.distributed with NCCL")
 ON_CPUS = pytest.param("cpu", marks=needs_gloo)
 ON_GPUS = pytest.param("cuda", marks=[pytest.mark.cuda, pytest.mark.two_gpus, needs_nccl])
+DEVICES = {"cpu": ON_CPUS, "cuda": ON_GPUS}
 
 
 def run_processes(

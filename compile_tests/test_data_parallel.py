@@ -10,7 +10,7 @@ import torch
 
 from compile_tests.common import HAS_COMPILER, INDUCTOR, assert_same_bits
 from compile_tests.data_parallel import WORLD_SIZE, WRAPPERS, Result, one_process, train
-from compile_tests.processes import ON_CPUS, ON_GPUS, run_processes
+from compile_tests.processes import DEVICES, run_processes
 
 BACKENDS = ["eager", "aot_eager", INDUCTOR]
 
@@ -20,7 +20,7 @@ class Processes(NamedTuple):
     found: list[dict[tuple[str, str], Result]]
 
 
-@pytest.fixture(scope="module", params=[ON_CPUS, ON_GPUS])
+@pytest.fixture(scope="module", params=DEVICES.values())
 def processes(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Processes:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate
 import rl_logp
 from compile_tests import dtensor_training, fsdp_tp
 from compile_tests.common import assert_same_bits, gradients
-from compile_tests.processes import ON_CPUS, ON_GPUS, run_processes
+from compile_tests.processes import DEVICES, ON_CPUS, run_processes
 from compile_tests.vocab_parallel import (
     CUTS,
     LAYOUTS,
@@ -30,7 +30,6 @@ from compile_tests.vocab_parallel import (
     run,
 )
 
-DEVICES = [ON_CPUS, ON_GPUS]
 SIZES = {"cpu": 4, "cuda": 4 if torch.cuda.device_count() >= 4 else 2}
 NEED_FOUR = ("refusals",)
 GATHER = "c10d_functional.all_gather_into_tensor"
@@ -61,10 +60,10 @@ def processes(device: str, processes_on: Callable[[str], Processes]) -> Processe
 
 def cases(names_of_size, backends=backends) -> list:
     return [
-        pytest.param(device.values[0], name, backend, marks=device.marks)
-        for device in DEVICES
-        for name in names_of_size(SIZES[device.values[0]])
-        for backend in backends(name, SIZES[device.values[0]])
+        pytest.param(device, name, backend, marks=param.marks)
+        for device, param in DEVICES.items()
+        for name in names_of_size(SIZES[device])
+        for backend in backends(name, SIZES[device])
     ]
 
 
@@ -133,7 +132,7 @@ def test_dtensors_that_cannot_be_scored_as_they_are(processes: Processes) -> Non
         )
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", DEVICES.values())
 def test_fsdp_and_tensor_parallel_train_as_one_process(processes: Processes) -> None:
     of_parts = fsdp_tp.one_process(len(processes.found), processes.device)
     for rank, found in enumerate(processes.found):

@@ -10,8 +10,8 @@ import rl_logp
 
 ROOT = Path(__file__).resolve().parent.parent
 TASKS = (
-    "bench", "bench-cpu", "build-cpu", "demo", "gpu-test", "help", "lint", "plots", "sanitize",
-    "sanitize-cpu", "test",
+    "bench", "bench-cpu", "build-cpu", "demo", "gpu-test", "gpu2-test", "help", "lint", "plots",
+    "sanitize", "sanitize-cpu", "test",
 )  # fmt: skip
 
 

@@ -1,12 +1,13 @@
 """What the op does not do raises, and says so: never a wrong or silently zero derivative."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
+import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
 
@@ -33,8 +34,24 @@ def _lse(logits: Tensor) -> Tensor:
     return rl_logp.fused_logp(logits, TARGET, return_lse=True)[1]
 
 
-FUNCTIONS = pytest.mark.parametrize("function", [_logp, _logp_of_the_pair, _lse])
+def _of_shards(logits: Tensor) -> Tensor:
+    return rl_logp.vocab_parallel_logp(logits, TARGET)
+
+
+FUNCTIONS = pytest.mark.parametrize("function", [_logp, _logp_of_the_pair, _lse, _of_shards])
 COMPILED = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+
+
+@pytest.fixture
+def two_processes() -> Iterator[None]:
+    """A group of which the other process is not there, and what it would send is not looked at."""
+    if not dist.is_available():
+        pytest.skip("needs torch.distributed")
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield
+    dist.destroy_process_group()
 
 
 def _raises(message: str, call: Callable, compiled: bool, logits: Tensor = LOGITS) -> None:
@@ -89,6 +106,33 @@ def test_dual_tensors(function: Callable, requires_grad: bool, compiled: bool):
             return forward_ad.unpack_dual(function(dual)).tangent
 
     _raises(NO_TANGENT, f, compiled, LOGITS.clone().requires_grad_(requires_grad))
+
+
+@COMPILED
+@pytest.mark.parametrize("batched", ["logits", "target", "temperature"])
+def test_vmap_where_several_processes_share_the_vocabulary(
+    batched: str, compiled: bool, two_processes: None
+):
+    """It would gather the states sample by sample, and use them before they are there."""
+
+    def f(logits: Tensor) -> Tensor:
+        arguments = {"logits": logits, "target": TARGET, "temperature": torch.ones(5)}
+        arguments[batched] = torch.stack([arguments[batched]] * 3)
+
+        def score(logits: Tensor, target: Tensor, temperature: Tensor) -> Tensor:
+            return rl_logp.vocab_parallel_logp(
+                logits,
+                target,
+                group=dist.group.WORLD,
+                vocab_start=0,
+                vocab_size=22,
+                temperature=temperature,
+            )
+
+        in_dims = tuple(0 if name == batched else None for name in arguments)
+        return torch.vmap(score, in_dims)(*arguments.values())
+
+    _raises("vocab_parallel_logp: expected no vmap where several processes share", f, compiled)
 
 
 @FUNCTIONS

@@ -14,17 +14,23 @@ def logp(
     logits: Tensor,
     target: Tensor,
     temperature: Optional[Tensor],
-    gather: Callable[[Tensor], Tensor],
+    gather: Optional[Callable[[Tensor], Tensor]],
     vocab_start: int,
     vocab_size: int,
     all_rows: bool,
 ) -> tuple[Tensor, Tensor]:
-    """logp and lse; ``gather`` makes the states of all shards ``[S, ...]`` of those of this one."""
+    """logp and lse; ``gather`` makes the states of all shards ``[S, ...]`` of those of this one.
+
+    None: this is the only shard.
+    """
+    torch.ops.rl_logp._check_transforms(logits, target, temperature, gather is not None)
     states = torch.ops.rl_logp.fused_logp_partial(
         logits.detach(), target, temperature, all_rows, vocab_start, vocab_size
-    )
+    ).unsqueeze(0)
+    if gather is not None:
+        states = gather(states)
     return torch.ops.rl_logp.fused_logp_shard(
-        logits, target, temperature, gather(states.unsqueeze(0)), vocab_start, vocab_size
+        logits, target, temperature, states, vocab_start, vocab_size
     )
 
 

@@ -8,6 +8,7 @@
     fused_logp_partial    of a shard of the vocabulary: the states of its rows (shard_ops.py)
     fused_logp_combine    (logp, lse) from the states of all shards
     fused_logp_shard      the same, with autograd towards one shard's logits
+    _check_transforms     nothing but errors: where an operator runs, compiled too, they can be seen
 
 Every implementation allocates its results here, in Python, and then either lets a compiled kernel
 fill them (the ``_..._out`` operators) or runs the chunked fallback. That keeps
@@ -50,6 +51,9 @@ _lib.define(
 _lib.define(
     "fused_logp_shard(Tensor logits, Tensor target, Tensor? temperature, Tensor states,"
     " SymInt vocab_start, SymInt vocab_size) -> (Tensor logp, Tensor lse)"
+)
+_lib.define(
+    "_check_transforms(Tensor logits, Tensor target, Tensor? temperature, bool gathers) -> ()"
 )
 # The compiled kernels write buffers that their caller allocated (csrc/cuda/ops.cpp).
 _lib.define(

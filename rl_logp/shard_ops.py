@@ -14,6 +14,28 @@ from rl_logp import _checks, _library, partial
 from rl_logp.ops import _lib, check_temperature_gradient
 
 
+# --- _check_transforms ----------------------------------------------------------------------------
+def _check_transforms(
+    logits: Tensor, target: Tensor, temperature: Optional[Tensor], gathers: bool
+) -> None:
+    _checks.reverse_mode(logits)
+
+
+def _check_transforms_vmap(info, in_dims, *args):
+    """``gathers``: vmap would gather the states of each sample by itself, and not wait for them."""
+    if args[-1]:
+        raise NotImplementedError(
+            "vocab_parallel_logp: expected no vmap where several processes share the vocabulary,"
+            " got a vmapped call: call it once, with the samples as a leading dimension"
+        )
+    torch.ops.rl_logp._check_transforms(*args)
+    return None, None
+
+
+_lib.impl("_check_transforms", _check_transforms, "CompositeImplicitAutograd")
+torch.library.register_vmap("rl_logp::_check_transforms", _check_transforms_vmap, lib=_lib)
+
+
 # --- fused_logp_partial ---------------------------------------------------------------------------
 def _partial_output(logits: Tensor, target: Tensor) -> Tensor:
     return logits.new_empty((*target.shape, _checks.STATE_WORDS), dtype=torch.int64)

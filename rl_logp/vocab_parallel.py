@@ -1,12 +1,12 @@
 """The log-probability where each process of a group holds a shard of the vocabulary."""
 
+from functools import partial
 from typing import Any, Literal, Optional, Union, overload
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_logp import _checks, _library, _shard
+from rl_logp import _library, _shard
 from rl_logp.functional import temperature_tensor
 
 
@@ -99,8 +99,6 @@ def vocab_parallel_logp(
     """
     if require_kernel:
         _library.require_kernel(logits_shard.device.type, logits_shard.dtype)
-    if not torch.compiler.is_compiling():  # which cannot trace the question
-        _checks.reverse_mode(logits_shard)
     scale = temperature_tensor(temperature, logits_shard)
     if _shard.is_dtensor(logits_shard):
         logp, lse = _of_dtensor(
@@ -120,9 +118,7 @@ def vocab_parallel_logp(
         if require_aligned:
             _shard.check_aligned(start, columns, size)
 
-        def gather(states: Tensor) -> Tensor:
-            return states if shards == 1 else _shard.all_gather(states, group)
-
+        gather = None if shards == 1 else partial(_shard.all_gather, group=group)
         logp, lse = _shard.logp(logits_shard, target, scale, gather, start, size, return_lse)
     return (logp, lse) if return_lse else logp
 

@@ -4,11 +4,13 @@ Processes that really are several are in compile_tests/test_vocab_parallel.py.
 """
 
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 import torch.distributed as dist
 from calls import DTYPES, assert_same_bits, call, kernel_serves, sample
 from shards import OPS, call_in_shards
@@ -181,6 +183,24 @@ def test_a_second_derivative_and_forward_mode_are_errors(device: str) -> None:
         grad.sum().backward()
     with pytest.raises(NotImplementedError, match=r"torch\.func"):
         torch.func.grad(lambda x: rl_logp.vocab_parallel_logp(x, target).sum())(logits)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(logits, torch.ones_like(logits))
+        with pytest.raises(NotImplementedError, match="forward-mode differentiation"):
+            rl_logp.vocab_parallel_logp(dual, target)
+
+
+def test_vmap_without_a_group(device: str) -> None:
+    case = sample((3, 5, 32), device=device)
+
+    def score(*case: Tensor) -> tuple[Tensor, Tensor]:
+        logits, target, temperature = case
+        return rl_logp.vocab_parallel_logp(logits, target, temperature=temperature, return_lse=True)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # no batching rule: torch loops, and says so
+        actual = torch.vmap(score)(*case[:3])
+    for of_samples, expected in zip(actual, score(*case[:3]), strict=True):
+        assert_bitwise_equal(of_samples, expected, "vmap")
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def vocab_parallel_logp(
         target: ``[...]``, int32 or int64, numbers in the whole vocabulary, the same in every
             process. A target outside ``[0, vocab_size)`` is ignored.
         group: the process group, over which the shards are the whole vocabulary; None: this process
-            has all of it.
+            has all of it. With more than one process, vocab_start and vocab_size must be given.
         temperature, return_lse, require_kernel: as for ``fused_logp``; the same in every process.
         require_aligned: raise ValueError unless this shard's ends are multiples of 16, as the bits
             below need.
@@ -110,10 +110,15 @@ def vocab_parallel_logp(
             require_aligned,
         )
     else:
-        start = 0 if vocab_start is None else vocab_start
-        columns = logits_shard.shape[-1]
-        size = columns if vocab_size is None else vocab_size
         shards = 1 if group is None else dist.get_world_size(group)
+        if shards > 1 and (vocab_start is None or vocab_size is None):
+            raise ValueError(
+                f"vocab_parallel_logp: expected vocab_start and vocab_size, as {shards} processes"
+                f" share the vocabulary, got {vocab_start} and {vocab_size}"
+            )
+        columns = logits_shard.shape[-1]
+        start = 0 if vocab_start is None else vocab_start
+        size = columns if vocab_size is None else vocab_size
         _shard.check(start, columns, size, shards)
         if require_aligned:
             _shard.check_aligned(start, columns, size)

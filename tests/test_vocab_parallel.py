@@ -101,11 +101,14 @@ def test_nothing_but_the_states_is_gathered(
             " of 32",
             id="logits that are not sharded",
         ),
-        pytest.param(
-            {},
-            "vocab_parallel_logp: expected one of 2 shards of the vocabulary, got columns 0 to 32"
-            " of 32",
-            id="a group without a vocabulary",
+        *(
+            pytest.param(
+                given,
+                "vocab_parallel_logp: expected vocab_start and vocab_size, as 2 processes share the"
+                f" vocabulary, got {given.get('vocab_start')} and {given.get('vocab_size')}",
+                id=f"a group and {' '.join(given) or 'neither'}",
+            )
+            for given in ({}, {"vocab_start": 32}, {"vocab_size": 64})
         ),
         pytest.param(
             {"vocab_start": 16, "vocab_size": 64},

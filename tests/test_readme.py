@@ -47,6 +47,6 @@ def test_files_named_exist(path: Path) -> None:
 
 @every_text
 def test_make_targets_named_exist(path: Path) -> None:
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    named = re.findall(r"(?:^ {4}|`)make ([a-z-]+)", path.read_text(), re.MULTILINE)
+    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = re.findall(r"(?:^ {4}|`)make ([a-z0-9-]+)", path.read_text(), re.MULTILINE)
     assert set(named) <= targets

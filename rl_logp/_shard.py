@@ -61,11 +61,7 @@ def check(vocab_start: int, columns: int, vocab_size: int, shards: int) -> None:
         raise ValueError(
             f"vocab_parallel_logp: expected the whole vocabulary where no group shares it, {got}"
         )
-    if shards > 1 and columns == vocab_size:
-        raise ValueError(
-            f"vocab_parallel_logp: expected one of {shards} shards of the vocabulary, {got}"
-        )
-    if shards == 2 and vocab_start > 0 and vocab_end < vocab_size:
+    if shards == 2 and columns and vocab_start > 0 and vocab_end < vocab_size:
         raise ValueError(f"vocab_parallel_logp: expected the first or the last of 2 shards, {got}")
 
 

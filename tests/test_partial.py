@@ -165,6 +165,19 @@ def test_threads_do_not_reach_the_bits() -> None:
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize(("at", "padding"), [(0, 16), (0, 48), (160, 32), (515, 3), (515, 16)])
+def test_where_columns_of_minus_infinity_change_nothing(device: str, at: int, padding: int) -> None:
+    case = sample((11, 515), device=device)
+    nothing = case.logits.new_full((11, padding), -torch.inf)
+    padded = torch.cat([case.logits[:, :at], nothing, case.logits[:, at:]], -1)
+    moved = torch.where(case.target >= at, case.target + padding, case.target)
+    if at == 515:  # a target that was past the end would be one of the padding
+        moved = torch.where(case.target >= at, -100, case.target)
+    expected, actual = call_in_shards(*case), call_in_shards(padded, moved, *case[2:])
+    kept = [actual.dlogits[:, :at], actual.dlogits[:, at + padding :]]
+    assert_same_bits(actual._replace(dlogits=torch.cat(kept, -1)), expected, "padded")
+
+
 def test_an_empty_shard_and_rows_that_are_not_asked_for_are_empty(device: str) -> None:
     case = sample((5, 3, 32), torch.bfloat16, device)
     empty = torch.tensor(EMPTY, device=device)

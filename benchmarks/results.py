@@ -18,7 +18,9 @@ def surroundings(device: torch.device, commit: str | None) -> Row:
     on_gpu = device.type == "cuda"
     return {
         "gpu": torch.cuda.get_device_name(device) if on_gpu else None,
-        "driver": output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        "driver": output_of(
+            "nvidia-smi", "--id=0", "--query-gpu=driver_version", "--format=csv,noheader"
+        )
         if on_gpu
         else None,
         "torch": torch.__version__,

@@ -6,10 +6,11 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
+from rl_logp import _state
+
 LOGITS_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 SHARD_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TARGET_DTYPES = (torch.int32, torch.int64)
-STATE_WORDS = 8
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:
@@ -157,7 +158,7 @@ def combine(states: Tensor, target: Tensor) -> None:
             f"fused_logp: expected target of dtype {_names(TARGET_DTYPES)},"
             f" got {_name(target.dtype)}"
         )
-    rows = (*target.shape, STATE_WORDS)
+    rows = (*target.shape, _state.WORDS)
     if states.dim() != len(rows) + 1 or states.shape[1:] != rows or states.shape[0] < 1:
         raise ValueError(
             f"fused_logp: expected states of shape {('S', *rows)}, of S shards,"

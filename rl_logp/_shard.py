@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-GROUP_COLUMNS = 16  # of one term of the sum (docs/numerics.md)
+from rl_logp._state import GROUP
 
 
 def logp(
@@ -70,8 +70,8 @@ def check_aligned(vocab_start: int, columns: int, vocab_size: int) -> None:
     vocab_end = vocab_start + columns
     if columns == 0:
         return
-    if vocab_start % GROUP_COLUMNS or (vocab_end % GROUP_COLUMNS and vocab_end != vocab_size):
+    if vocab_start % GROUP or (vocab_end % GROUP and vocab_end != vocab_size):
         raise ValueError(
-            f"vocab_parallel_logp: expected shards that start at multiples of {GROUP_COLUMNS}"
+            f"vocab_parallel_logp: expected shards that start at multiples of {GROUP}"
             f" columns, got columns {vocab_start} to {vocab_end} of {vocab_size}"
         )

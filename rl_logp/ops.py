@@ -153,29 +153,33 @@ _lib.impl("fused_logp_forward", _forward, "CompositeExplicitAutograd")
 torch.library.register_fake("rl_logp::fused_logp_forward", _forward_fake, lib=_lib)
 
 
-def check_temperature_gradient(needed: bool) -> None:
-    if needed:
+def save_for_backward(ctx, inputs: tuple, output: tuple, *shard) -> None:
+    """What dlogits_of needs; ``shard``: vocab_start, vocab_size, and sharded where it is True."""
+    logits, target, temperature = inputs[:3]
+    if ctx.needs_input_grad[2]:
         raise ValueError(
             "fused_logp: expected a temperature that does not require grad, got one that does:"
             " its gradient is not computed; detach it"
         )
-
-
-def _save_for_backward(ctx, inputs, output) -> None:
-    logits, target, temperature, _ = inputs
-    check_temperature_gradient(ctx.needs_input_grad[2])
     ctx.save_for_backward(logits, target, temperature, output[1])
+    ctx.shard = shard
     ctx.set_materialize_grads(False)
 
 
-def _forward_autograd(ctx, grad_logp: Optional[Tensor], grad_lse: Optional[Tensor]):
-    logits, target, temperature, lse = ctx.saved_tensors
+def dlogits_of(ctx, grad_logp: Optional[Tensor], grad_lse: Optional[Tensor]) -> Optional[Tensor]:
     if grad_logp is None and grad_lse is None:
-        return None, None, None, None
-    dlogits = torch.ops.rl_logp.fused_logp_backward(
-        grad_logp, grad_lse, logits, target, temperature, lse, 0, logits.shape[-1]
+        return None
+    return torch.ops.rl_logp.fused_logp_backward(
+        grad_logp, grad_lse, *ctx.saved_tensors, *ctx.shard
     )
-    return dlogits, None, None, None
+
+
+def _save_for_backward(ctx, inputs, output) -> None:
+    save_for_backward(ctx, inputs, output, 0, inputs[0].shape[-1])
+
+
+def _forward_autograd(ctx, grad_logp: Optional[Tensor], grad_lse: Optional[Tensor]):
+    return dlogits_of(ctx, grad_logp, grad_lse), None, None, None
 
 
 torch.library.register_autograd(

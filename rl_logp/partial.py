@@ -10,22 +10,12 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from rl_logp import chunked
+from rl_logp import _state, chunked
 from rl_logp._elementary import exp, log1p
+from rl_logp._state import EMPTY_TOP, GROUP, INF_TOP, NAN_TOP, NO_GROUP, WIDE_TOP
 
-GROUP = 16
-
-# What `top` holds, in the order of which the larger wins (exact_sum.h).
-EMPTY_TOP = -(2**31)
-WIDE_TOP = 2**26
-INF_TOP = 2**31 - 2
-NAN_TOP = 2**31 - 1
 WIDE_LIMIT = 2.0**29
 WIDE_BITS = 0x4E000000  # of 2^29
-
-NO_GROUP = 2**32 - 1
-# Words 0 and 4 of an empty row's state: EMPTY_TOP and NO_GROUP; -inf and 0. The others are 0.
-EMPTY_WORDS = {0: -(2**31), 4: 0xFF800000}
 
 # log2(e), of which the first part times an fp32 number is exact in fp64.
 LOG2E_HIGH = 1.44269502162933349609375
@@ -44,13 +34,6 @@ def default_chunk_rows(columns: int, device: torch.device) -> int:
     elements = _CPU_ELEMENTS if device.type == "cpu" else chunked.WORKSPACE_ELEMENTS
     padded = -(-columns // GROUP) * GROUP
     return max(1, elements // (_COLUMN_ELEMENTS * padded + _ROW_ELEMENTS))
-
-
-def write_empty(states: Tensor) -> None:
-    """States of rows of which nothing is here."""
-    states.zero_()
-    for word, value in EMPTY_WORDS.items():
-        states[..., word].fill_(value)  # an assignment might wait for the device
 
 
 def partial(
@@ -75,12 +58,12 @@ def partial(
         target_y = torch.where(here, y.gather(-1, column), 0)
         y = torch.nn.functional.pad(y, (0, -columns % GROUP), value=-torch.inf)
         state = _states(y.unflatten(-1, (-1, GROUP)), vocab_start // GROUP)
-        state.view(torch.float32)[:, 9] = target_y.squeeze(-1)
-        state[:, 7] = here.squeeze(-1)
+        _state.TARGET_Y.of(state).copy_(target_y.squeeze(-1))
+        _state.HAS_TARGET.of(state).copy_(here.squeeze(-1))
         if not all_rows:
-            state.masked_fill_(ignored, 0)
-            for word, value in EMPTY_WORDS.items():
-                state[:, word].masked_fill_(ignored.squeeze(-1), value)
+            empty = torch.empty_like(state[:1])
+            _state.write_empty(empty)
+            state = torch.where(ignored, empty, state)
         states[rows] = state.view(states[rows].shape)
         del y  # or it would live beside the temporaries of the next chunk
 
@@ -100,15 +83,18 @@ def _states(y: Tensor, first_group: int) -> Tensor:
     of_largest = y.gather(1, group.unsqueeze(-1).expand(-1, 1, GROUP)).squeeze(1)
     infinite = largest.isinf()
 
-    state = torch.empty(y.shape[0], 8, dtype=torch.int64, device=y.device)
-    halves, singles = state.view(torch.int32), state.view(torch.float32)
-    halves[:, 0] = top
-    halves[:, 1] = torch.where(largest == -torch.inf, NO_GROUP, first_group + group).squeeze(-1)
-    state[:, 1:4] = torch.stack(counters, -1)
-    singles[:, 8:9] = largest
-    singles[:, 10:11] = value.gather(-1, group).masked_fill(infinite, 0)
-    halves[:, 11:12] = exponent.gather(-1, group).masked_fill(infinite, 0)
-    state.view(torch.float64)[:, 6:7] = _others(of_largest, largest).masked_fill(infinite, 0)
+    group_number = torch.where(largest == -torch.inf, NO_GROUP, first_group + group)
+    state = torch.empty(y.shape[0], _state.WORDS, dtype=torch.int64, device=y.device)
+    for field, of_rows in (
+        (_state.TOP, top),
+        (_state.LARGEST_GROUP, group_number),
+        *zip(_state.COUNTERS, counters, strict=True),
+        (_state.LARGEST, largest),
+        (_state.TERM, value.gather(-1, group).masked_fill(infinite, 0)),
+        (_state.TERM_EXPONENT, exponent.gather(-1, group).masked_fill(infinite, 0)),
+        (_state.OTHERS, _others(of_largest, largest).masked_fill(infinite, 0)),
+    ):
+        field.of(state).copy_(of_rows.flatten())
     return state
 
 
@@ -186,17 +172,16 @@ def _others(y: Tensor, largest: Tensor) -> Tensor:
 def combine(states: Tensor, target: Tensor, vocab_size: int, logp: Tensor, lse: Tensor) -> None:
     """Writes logp and lse, of target's shape, from the states ``[S, ..., 8]`` of S shards."""
     states = states.contiguous()
-    top = states.view(torch.int32)[..., 0].long()
+    top = _state.TOP.of(states).long()
     row_top = top.amax(0)
-    moved = _counters(row_top, top, *states[..., 1:4].unbind(-1))
+    moved = _counters(row_top, top, *(counter.of(states) for counter in _state.COUNTERS))
     counters = [counter.sum(0) for counter in moved]
 
     chosen = _of_largest_group(states)
-    singles = chosen.view(torch.float32)
-    largest, value = singles[..., 8].contiguous(), singles[..., 10].contiguous()
-    term = _pieces(value, chosen.view(torch.int32)[..., 11].long(), largest)
+    largest, value = (f.of(chosen).contiguous() for f in (_state.LARGEST, _state.TERM))
+    term = _pieces(value, _state.TERM_EXPONENT.of(chosen).long(), largest)
     rest = [a - b for a, b in zip(counters, _counters(row_top, *term), strict=True)]
-    log_rest = log1p(chosen.view(torch.float64)[..., 6] + _relative(rest, row_top, largest))
+    log_rest = log1p(_state.OTHERS.of(chosen) + _relative(rest, row_top, largest))
 
     m = largest.double()
     log_sum = torch.where(m.abs() >= WIDE_LIMIT, _wide_lse(m, log_rest), m + log_rest)
@@ -204,8 +189,8 @@ def combine(states: Tensor, target: Tensor, vocab_size: int, logp: Tensor, lse: 
     log_sum = torch.where(row_top == INF_TOP, torch.inf, log_sum)
     lse.copy_(torch.where(row_top == NAN_TOP, torch.nan, log_sum))
 
-    here = states[..., 7]
-    target_y = torch.where(here != 0, states.view(torch.float32)[..., 9], 0).sum(0)
+    here = _state.HAS_TARGET.of(states)
+    target_y = torch.where(here != 0, _state.TARGET_Y.of(states), 0).sum(0)
     result = ((target_y.double() - m) - log_rest).clamp_(max=0)
     defined = (here.sum(0) == 1) & (row_top > EMPTY_TOP) & (row_top < INF_TOP)
     ignored = (target < 0) | (target >= vocab_size)
@@ -214,8 +199,8 @@ def combine(states: Tensor, target: Tensor, vocab_size: int, logp: Tensor, lse: 
 
 def _of_largest_group(states: Tensor) -> Tensor:
     """Of each row, the state that holds the largest value, in the first group if several do."""
-    largest = states.view(torch.float32)[..., 8]
-    group = states.view(torch.int32)[..., 1].long() & NO_GROUP
+    largest = _state.LARGEST.of(states)
+    group = _state.LARGEST_GROUP.of(states).long() & NO_GROUP
     group = torch.where(largest == largest.amax(0), group, NO_GROUP + 1)
     shard = group.argmin(0, keepdim=True).unsqueeze(-1)
     return states.gather(0, shard.expand(1, *states.shape[1:])).squeeze(0)

@@ -10,8 +10,8 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from rl_logp import _checks, _library, partial
-from rl_logp.ops import _lib, check_temperature_gradient
+from rl_logp import _checks, _library, _state, partial
+from rl_logp.ops import _lib, dlogits_of, save_for_backward
 
 
 # --- _check_transforms ----------------------------------------------------------------------------
@@ -38,7 +38,7 @@ torch.library.register_vmap("rl_logp::_check_transforms", _check_transforms_vmap
 
 # --- fused_logp_partial ---------------------------------------------------------------------------
 def _partial_output(logits: Tensor, target: Tensor) -> Tensor:
-    return logits.new_empty((*target.shape, _checks.STATE_WORDS), dtype=torch.int64)
+    return logits.new_empty((*target.shape, _state.WORDS), dtype=torch.int64)
 
 
 def _partial(
@@ -53,7 +53,7 @@ def _partial(
     _checks.temperature_values(temperature)
     states = _partial_output(logits, target)
     if logits.shape[-1] == 0:
-        partial.write_empty(states)
+        _state.write_empty(states)
     elif _library.kernel_for(logits.device.type, logits.dtype).available:
         torch.ops.rl_logp._fused_logp_partial_out(
             _checks.kernel_layout(logits),
@@ -128,28 +128,12 @@ torch.library.register_fake("rl_logp::fused_logp_shard", _shard_fake, lib=_lib)
 
 
 def _save_for_backward(ctx, inputs, output) -> None:
-    logits, target, temperature, _, ctx.vocab_start, ctx.vocab_size = inputs
-    check_temperature_gradient(ctx.needs_input_grad[2])
-    ctx.save_for_backward(logits, target, temperature, output[1])
-    ctx.set_materialize_grads(False)
+    vocab_start, vocab_size = inputs[4:]
+    save_for_backward(ctx, inputs, output, vocab_start, vocab_size, True)
 
 
 def _shard_autograd(ctx, grad_logp: Optional[Tensor], grad_lse: Optional[Tensor]):
-    logits, target, temperature, lse = ctx.saved_tensors
-    if grad_logp is None and grad_lse is None:
-        return None, None, None, None, None, None
-    dlogits = torch.ops.rl_logp.fused_logp_backward(
-        grad_logp,
-        grad_lse,
-        logits,
-        target,
-        temperature,
-        lse,
-        ctx.vocab_start,
-        ctx.vocab_size,
-        True,
-    )
-    return dlogits, None, None, None, None, None
+    return dlogits_of(ctx, grad_logp, grad_lse), None, None, None, None, None
 
 
 torch.library.register_autograd(

@@ -43,7 +43,9 @@ def peak_bytes(step: Callable[[], None], device: str) -> int:
         profile.export_chrome_trace(str(trace))
         events = json.loads(trace.read_text())["traceEvents"]
     memory = [event["args"] for event in events if event["name"] == "[memory]"]
-    return max(event["Total Allocated"] for event in memory)  # counted from where profiling began
+    # Totals count from where this process first profiled.
+    before = memory[0]["Total Allocated"] - memory[0]["Bytes"]
+    return max(event["Total Allocated"] for event in memory) - before
 
 
 def seconds(step: Callable[[], None], device: str, repeats: int) -> float:

@@ -27,7 +27,7 @@ _SQRT_HALF_BITS = 0x3FE6A09E667F3BCD
 
 
 def exp(x: Tensor) -> Tensor:
-    """exp(x), fp32 or fp64, to about one unit in the last place; 0 where it would be subnormal."""
+    """exp(x), fp32 or fp64, to about one unit in the last place; a subnormal result may be 0."""
     if x.device.type != "cpu":  # where one function serves every element
         return x.exp()
     high, low = _LN2_PARTS[x.dtype]

@@ -76,8 +76,8 @@ def vocab_parallel_logp(
         group: the process group, over which the shards are the whole vocabulary; None: this process
             has all of it. With more than one process, vocab_start and vocab_size must be given.
         temperature, return_lse, require_kernel: as for ``fused_logp``; the same in every process.
-        require_aligned: raise ValueError unless this shard's ends are multiples of 16, as the bits
-            below need.
+        require_aligned: raise ValueError unless this shard and the next start at multiples of 16,
+            as the bits below need.
 
     Returns:
         As ``fused_logp``, in every process. A DTensor where logits_shard is one.

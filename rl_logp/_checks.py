@@ -55,6 +55,8 @@ def forward(
             f"fused_logp: expected target of dtype {_names(TARGET_DTYPES)},"
             f" got {_name(target.dtype)}"
         )
+    if logits.device.type == "mps":
+        raise ValueError("fused_logp: expected a device that has float64, got mps")
     if logits.dim() < 1:
         raise ValueError("fused_logp: expected logits of shape (..., V), got a 0-dim tensor")
     if logits.shape[-1] < 1 and not is_shard:
@@ -81,16 +83,19 @@ def forward(
     _same_device("temperature", temperature, logits)
 
 
+def temperature_error(temperature: float) -> ValueError:
+    return ValueError(
+        f"fused_logp: expected temperature > 0 and finite in float32, got {temperature}"
+    )
+
+
 def temperature_values(temperature: Optional[Tensor]) -> None:
-    """Raises ValueError for a temperature that is not > 0, where looking does not synchronise."""
+    """Raises ValueError unless 0 < temperature < inf, where looking does not synchronise."""
     if temperature is None or temperature.device.type != "cpu":
         return
-    positive = temperature > 0
-    if not bool(positive.all()):
-        raise ValueError(
-            "fused_logp: expected temperature > 0,"
-            f" got {temperature[~positive].flatten()[0].item()}"
-        )
+    right = (temperature > 0) & (temperature < torch.inf)
+    if not bool(right.all()):
+        raise temperature_error(temperature[~right].flatten()[0].item())
 
 
 def backward(

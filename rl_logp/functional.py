@@ -5,7 +5,7 @@ from typing import Literal, Union, overload
 import torch
 from torch import Tensor
 
-from rl_logp import _library, _shard
+from rl_logp import _checks, _library, _shard
 
 
 @overload
@@ -58,8 +58,8 @@ def fused_logp(
         target: ``[...]``, int32 or int64. A target outside ``[0, V)``, whichever, is ignored: its
             ``logp`` and its row's gradient are exactly 0.
         temperature: a number, or an fp32 tensor, 0-dim or of target's shape, on logits' device;
-            > 0. It gets no gradient. In compiled code a number is a constant of the graph, and a
-            tensor is not.
+            > 0 and finite. It gets no gradient. In compiled code a number is a constant of the
+            graph, and a tensor is not.
         return_lse: also return ``logsumexp(y)``, of every row, ignored ones too. It is
             differentiable.
         require_kernel: raise RuntimeError where the chunked fallback would serve the call.
@@ -70,7 +70,7 @@ def fused_logp(
     Raises:
         TypeError: for a wrong dtype.
         ValueError: for a wrong shape or device; for a temperature that requires grad or, where it
-            can be known without waiting for a device, is not > 0.
+            can be known without waiting for a device, is not > 0 and finite.
         RuntimeError: for a second derivative, or where ``require_kernel`` cannot be met.
 
     A row's ``logp``, ``lse`` and gradient have bits that depend on that row's values, target,
@@ -108,8 +108,9 @@ def temperature_tensor(temperature: Union[float, Tensor], logits: Tensor):
         return temperature
     if temperature == 1.0:
         return None
-    if not temperature >= 2.0**-149:  # smaller numbers may round to 0 in fp32
-        raise ValueError(f"fused_logp: expected temperature > 0, got {temperature}")
+    # Smaller and larger numbers may round to 0 and to infinity in fp32.
+    if not 2.0**-149 <= temperature <= torch.finfo(torch.float32).max:
+        raise _checks.temperature_error(temperature)
     return torch.full((), temperature, dtype=torch.float32, device=logits.device)
 
 

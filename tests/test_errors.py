@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import rl_logp
 
@@ -109,26 +110,29 @@ def test_logits_and_target(
         rl_logp.fused_logp(logits, target, return_lse=True)
 
 
-def not_positive(value: str) -> str:
-    return f"fused_logp: expected temperature > 0, got {value}"
+def no_temperature(value: str) -> str:
+    return f"fused_logp: expected temperature > 0 and finite in float32, got {value}"
 
 
-@pytest.mark.parametrize("value", [0.0, -0.0, -1.5, float("nan"), float("-inf"), 1e-50, 0, -1])
+INF = float("inf")
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, -1.5, float("nan"), -INF, INF, 1e-50, 1e39, 0, -1])
 def test_a_number_that_is_no_temperature(value: float) -> None:
-    """1e-50 is 0 in fp32. A number is known on the host, so this holds on every device."""
-    with raises(ValueError, not_positive(str(value))):
+    """1e-50 is 0 in fp32, and 1e39 infinite. A number is known on the host, whatever the device."""
+    with raises(ValueError, no_temperature(str(value))):
         rl_logp.fused_logp(LOGITS, TARGET, temperature=value)
-    with raises(ValueError, not_positive(str(value))):
+    with raises(ValueError, no_temperature(str(value))):
         rl_logp.fused_logp(LOGITS.to("meta"), TARGET.to("meta"), temperature=value)
 
 
-@pytest.mark.parametrize("value", [0.0, -1.5, float("nan")])
+@pytest.mark.parametrize("value", [0.0, -1.5, float("nan"), INF])
 @pytest.mark.parametrize("form", ["0-dim", "per row"])
 def test_a_tensor_that_is_no_temperature(value: float, form: str) -> None:
     """Known without waiting on the CPU alone."""
     temperature = torch.ones(4)
     temperature[2] = value
-    with raises(ValueError, not_positive(str(value))):
+    with raises(ValueError, no_temperature(str(value))):
         rl_logp.fused_logp(
             LOGITS, TARGET, temperature=temperature if form == "per row" else temperature[2]
         )
@@ -296,3 +300,12 @@ def test_errors_come_on_the_meta_device_too() -> None:
         "fused_logp: expected target of shape (4,), the leading shape of logits, got (3,)",
     ):
         rl_logp.fused_logp(LOGITS.to("meta"), TARGET[:3].to("meta"))
+
+
+def test_a_device_without_fp64() -> None:
+    with FakeTensorMode():  # this machine need not have one
+        logits = torch.empty(4, 7, device="mps")
+        target = torch.empty(4, dtype=torch.long, device="mps")
+        for score in (rl_logp.fused_logp, rl_logp.vocab_parallel_logp):
+            with raises(ValueError, "fused_logp: expected a device that has float64, got mps"):
+                score(logits, target)

@@ -28,7 +28,7 @@ def log_softmax_gather(logits: Tensor, target: Tensor) -> Tensor:
 PROVIDERS = {"fused_logp": rl_logp.fused_logp, "log_softmax + gather": log_softmax_gather}
 
 
-def peak_bytes(step: Callable[[], None], device: str) -> int:
+def peak_bytes(step: Callable[[], object], device: str) -> int:
     """The most memory that step has allocated, through torch, at any one time."""
     if device == "cuda":
         before = torch.cuda.memory_allocated()
@@ -48,7 +48,7 @@ def peak_bytes(step: Callable[[], None], device: str) -> int:
     return max(event["Total Allocated"] for event in memory) - before
 
 
-def seconds(step: Callable[[], None], device: str, repeats: int) -> float:
+def seconds(step: Callable[[], object], device: str, repeats: int) -> float:
     """Median wall-clock time of step."""
     synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
     times = []

@@ -10,6 +10,7 @@ which do what verl documents.
 Exits with 1 if a token has other bits by rl_logp on two processes than on one.
 """
 
+import argparse
 import importlib.util
 import sys
 import tempfile
@@ -28,7 +29,7 @@ from torch.multiprocessing.spawn import spawn
 import rl_logp
 from rl_logp.reference import reference
 
-ROWS, VOCAB_SIZE = 512, 32000
+VOCAB_SIZE = 32000
 TEMPERATURE = 0.7
 PROCESSES = 2
 
@@ -119,20 +120,20 @@ class _StandIn(torch.autograd.Function):
 
 
 # --- a vocabulary that several processes share ----------------------------------------------------
-def made(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def made(rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    logits = 4 * torch.randn(ROWS, VOCAB_SIZE, generator=generator)
-    return logits.to(dtype), torch.randint(VOCAB_SIZE, (ROWS,), generator=generator)
+    logits = 4 * torch.randn(rows, VOCAB_SIZE, generator=generator)
+    return logits.to(dtype), torch.randint(VOCAB_SIZE, (rows,), generator=generator)
 
 
-def in_process(rank: int, size: int, folder: str) -> None:
+def in_process(rank: int, rows: int, size: int, folder: str) -> None:
     """Saves, by the way to score: what this process scored, and what it cost."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/{size}", rank=rank, world_size=size
     )
     group = dist.group.WORLD
-    logits, labels = made(torch.bfloat16)
+    logits, labels = made(rows, torch.bfloat16)
     shard = logits.chunk(size, dim=-1)[rank].clone().requires_grad_()
     name, theirs = verl_parallel(group)
     ways = {
@@ -155,20 +156,20 @@ def in_process(rank: int, size: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def shared_vocabulary() -> int:
+def shared_vocabulary(rows: int) -> int:
     """Prints what several processes found beside what one did; how many bits rl_logp missed."""
     with tempfile.TemporaryDirectory() as folder:
         for size in (1, PROCESSES):
-            spawn(in_process, (size, folder), nprocs=size)
+            spawn(in_process, (rows, size, folder), nprocs=size)
         alone, together = (torch.load(Path(folder, f"{size}.0")) for size in (1, PROCESSES))
-    exact = reference(*made(torch.bfloat16)).logp
+    exact = reference(*made(rows, torch.bfloat16)).logp
     lines = []
     differing = 0
     for way, (logp, elapsed, peak) in together.items():
         one = alone[way][0]
         differing = int((logp.view(torch.int32) != one.view(torch.int32)).sum())
         apart, error = (logp - one).abs().max(), (logp.double() - exact).abs().max()
-        line = [way, f"{differing} of {ROWS}", f"{apart:.1e}", f"{error:.1e}"]
+        line = [way, f"{differing} of {rows}", f"{apart:.1e}", f"{error:.1e}"]
         lines.append([*line, f"{elapsed * 1e3:.4g}", f"{peak:.2f}"])
     headers = [
         f"{PROCESSES} processes", "differ in bits from 1 process", "by at most",
@@ -181,19 +182,22 @@ def shared_vocabulary() -> int:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description="verl's scoring functions beside rl_logp's")
+    parser.add_argument("--rows", type=int, default=512, help="tokens to score (default 512)")
+    rows = parser.parse_args().rows
     torch.set_num_threads(1)
     name, theirs = verl_whole()
     print(f"torch {torch.__version__}; {served_by('cpu', torch.bfloat16)}")
     for dtype in (torch.float32, torch.bfloat16):
-        logits, labels = made(dtype)
+        logits, labels = made(rows, dtype)
         ways = {name: theirs, "rl_logp": logprobs_from_logits}
-        compare(f"logprobs_from_logits of [{ROWS}, {VOCAB_SIZE}], {dtype}", ways, logits, labels)
+        compare(f"logprobs_from_logits of [{rows}, {VOCAB_SIZE}], {dtype}", ways, logits, labels)
     ways = {
         f"{name}, of logits / T": lambda x, t: theirs(x / torch.tensor(TEMPERATURE).to(x.dtype), t),
         "rl_logp, temperature=T": lambda x, t: logprobs_from_logits(x, t, temperature=TEMPERATURE),
     }
     compare(f"The same at T = {TEMPERATURE}", ways, logits, labels, TEMPERATURE)
-    return 1 if shared_vocabulary() else 0
+    return 1 if shared_vocabulary(rows) else 0
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -252,17 +253,22 @@ ptxas info    : Compiling entry function '_Z3badPf' for 'sm_90'
 ptxas info    : Function properties for _Z3badPf
     16 bytes stack frame, 12 bytes spill stores, 8 bytes spill loads
 ptxas info    : Used 255 registers, used 0 barriers
+ptxas info    : Function properties for _Z6calledPf
+    8 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
 """
 
 
-def test_compile_check_fails_on_a_spill_and_names_the_kernel(capsys) -> None:
+def test_compile_check_fails_on_local_memory_and_names_the_kernel(capsys) -> None:
     kernels = compile_cuda.parse_ptxas(PTXAS)
     good, bad = kernels
-    assert good == compile_cuda.Kernel("_Z4goodPf", "80", 40, 0, 0)
-    assert bad == compile_cuda.Kernel("_Z3badPf", "90", 255, 12, 8)
+    assert good == compile_cuda.Kernel("_Z4goodPf", "80", 40, 0, 0, 0)
+    assert bad == compile_cuda.Kernel("_Z3badPf", "90", 255, 16, 12, 8)
     assert compile_cuda.report([good], ("80",)) == 0
     assert compile_cuda.report(kernels, ("80", "90")) == 1
-    assert "sm_90: 12 bytes spilled, 8 loaded, 255 registers:" in capsys.readouterr().out
+    line = "sm_90: 16 bytes of stack, 12 spilled, 8 loaded, 255 registers:"
+    assert line in capsys.readouterr().out
+    array = replace(bad, spill_stores=0, spill_loads=0)  # indexed at run time
+    assert compile_cuda.report([good, array], ("80", "90")) == 1
 
 
 def test_compile_check_fails_where_an_architecture_got_no_kernel() -> None:

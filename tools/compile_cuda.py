@@ -1,7 +1,7 @@
-"""Compiles the CUDA sources for every supported architecture; fails where registers are spilled.
+"""Compiles the CUDA sources for every architecture; fails where a kernel uses local memory.
 
-It needs neither a GPU nor a CUDA build of torch. A spilled register is memory traffic in a kernel
-whose only cost is memory traffic.
+It needs neither a GPU nor a CUDA build of torch. A spilled register, or an array that is indexed at
+run time, is memory traffic in a kernel whose only cost is memory traffic.
 
     python tools/compile_cuda.py
 """
@@ -30,6 +30,7 @@ class Kernel:
     name: str
     arch: str
     registers: int
+    stack: int  # bytes, as of spills
     spill_stores: int
     spill_loads: int
 
@@ -56,15 +57,17 @@ def parse_ptxas(output: str) -> list[Kernel]:
     """The kernels named in the output of ``ptxas -v``."""
     kernels = []
     name = arch = ""
-    stores = loads = -1
+    stack = stores = loads = -1
     for line in output.splitlines():
         if found := re.search(r"Compiling entry function '(.+)' for 'sm_(\w+)'", line):
             name, arch = found.groups()
-            stores = loads = -1
-        elif found := re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", line):
-            stores, loads = int(found[1]), int(found[2])
+            stack = stores = loads = -1
+        elif found := re.search(
+            r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", line
+        ):
+            stack, stores, loads = map(int, found.groups())
         elif name and (found := re.search(r"Used (\d+) registers", line)):
-            kernels.append(Kernel(name, arch, int(found[1]), stores, loads))
+            kernels.append(Kernel(name, arch, int(found[1]), stack, stores, loads))
             name = ""
     return kernels
 
@@ -114,22 +117,22 @@ def main() -> int:
 
 
 def report(kernels: list[Kernel], archs: tuple[str, ...]) -> int:
-    """Prints the registers of each architecture and every kernel that spills; 1 if one does."""
+    """Prints the registers of each architecture and what uses local memory; 1 if anything does."""
     for arch in archs:
         registers = [kernel.registers for kernel in kernels if kernel.arch == arch]
         if not registers:
             print(f"sm_{arch}: expected kernels, got none")
             return 1
         print(f"sm_{arch}: {len(registers)} kernels, at most {max(registers)} registers")
-    spilled = [kernel for kernel in kernels if kernel.spill_stores or kernel.spill_loads]
-    readable = demangle([kernel.name for kernel in spilled])
-    for kernel in spilled:
+    local = [each for each in kernels if each.stack or each.spill_stores or each.spill_loads]
+    readable = demangle([kernel.name for kernel in local])
+    for kernel in local:
         print(
-            f"sm_{kernel.arch}: {kernel.spill_stores} bytes spilled, {kernel.spill_loads} loaded,"
-            f" {kernel.registers} registers: {readable[kernel.name]}"
+            f"sm_{kernel.arch}: {kernel.stack} bytes of stack, {kernel.spill_stores} spilled,"
+            f" {kernel.spill_loads} loaded, {kernel.registers} registers: {readable[kernel.name]}"
         )
-    print(f"{len(spilled)} of {len(kernels)} kernels spill registers")
-    return 1 if spilled else 0
+    print(f"{len(local)} of {len(kernels)} kernels use local memory")
+    return 1 if local else 0
 
 
 if __name__ == "__main__":

@@ -55,9 +55,9 @@ __device__ __forceinline__ float largest_of_words(const uint32_t (&words)[Traits
 #pragma unroll
   for (int i = 0; i < Traits::kWordsPerGroup; ++i) largest[i] = words[i];
 #pragma unroll
-  for (int width = Traits::kWordsPerGroup / 2; width > 0; width /= 2) {
+  for (int width = 1; width < Traits::kWordsPerGroup; width *= 2) {
 #pragma unroll
-    for (int i = 0; i < width; ++i) {
+    for (int i = 0; i < Traits::kWordsPerGroup; i += 2 * width) {
       largest[i] = Convert::larger_words(largest[i], largest[i + width]);
     }
   }
@@ -175,8 +175,17 @@ __device__ __forceinline__ PartialRow sum_of_tiles(
   return partial;
 }
 
+// Before Hopper the compiler needs the registers of one block more, or it spills.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 template <class Traits>
-__global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
+constexpr int kBlocksAtOnce = Traits::kMinBlocks > 1 ? Traits::kMinBlocks - 1 : 1;
+#else
+template <class Traits>
+constexpr int kBlocksAtOnce = Traits::kMinBlocks;
+#endif
+
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kThreads, kBlocksAtOnce<Traits>)
     forward_kernel(const __grid_constant__ ForwardArgs args) {
   using Element = typename Traits::Element;
   __shared__ uint4 stages[Traits::kWarps][Traits::kStages * Traits::kStageChunks];

@@ -1,9 +1,10 @@
 """Find the compiled kernels, load them where they can run, and say what serves a device and why."""
 
-import importlib.util
+import importlib.machinery
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Optional
 
 import torch
@@ -33,8 +34,12 @@ _refused: dict[str, str] = {}  # device type -> why its kernels were not loaded
 
 
 def _find(module: str) -> Optional[str]:
-    """The file of a compiled module, installed or editable, without importing it."""
-    spec = importlib.util.find_spec(module)
+    """The file of a compiled module, without importing it.
+
+    It lies beside this one, or it is not this package's: an editable installation would offer that
+    of another copy.
+    """
+    spec = importlib.machinery.PathFinder.find_spec(module, [str(Path(__file__).parent)])
     return spec.origin if spec is not None else None
 
 

@@ -74,6 +74,12 @@ build-cuda: ## Build the CUDA kernels in place with $(PYTHON)
 build-cpu: ## Build the CPU kernel in place with $(PYTHON)
 	RL_LOGP_BUILD=cpu $(PYTHON) setup.py --quiet build_ext --inplace
 
+.PHONY: wheel
+wheel: $(VENV)/.dev ## Build a wheel, with the kernels that can be built, in dist/; install and try it
+	@rm -rf dist/rl_logp-*.whl build/lib* build/bdist*
+	$(PY) -m pip --disable-pip-version-check wheel --no-build-isolation --no-deps --no-cache-dir --wheel-dir dist .
+	$(PY) tools/check_wheel.py dist/rl_logp-*.whl
+
 .PHONY: sanitize-cpu
 sanitize-cpu: $(SANITIZED)/.built ## Fuzz the CPU kernel and run its tests, under ASan and UBSan
 	$(SANITIZE) $(abspath tests/fuzz_cpu.py) --cases $(FUZZ_CASES)

@@ -11,7 +11,7 @@ import rl_logp
 ROOT = Path(__file__).resolve().parent.parent
 TASKS = (
     "bench", "bench-cpu", "build-cpu", "demo", "gpu-test", "gpu2-test", "help", "lint", "plots",
-    "sanitize", "sanitize-cpu", "test",
+    "sanitize", "sanitize-cpu", "test", "wheel",
 )  # fmt: skip
 
 

@@ -26,7 +26,9 @@ CXX_FILES := $(wildcard csrc/include/rl_logp/* tests/csrc/*.cpp tests/csrc/*.h) 
 # only where that was loaded first.
 SANITIZED  := build/sanitized
 SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
-SANITIZE   := cd $(SANITIZED) && LD_PRELOAD=$$($(or $(CXX),c++) -print-file-name=libasan.so) \
+# libstdc++ beside it, or the first exception ends the process: ASan looks for __cxa_throw at its start.
+SANITIZE   := cd $(SANITIZED) && \
+    LD_PRELOAD="$$(for l in asan stdc++; do $(or $(CXX),c++) -print-file-name=lib$$l.so; done | xargs)" \
     ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=$(abspath $(SANITIZED)) $(abspath $(PY))
 FUZZ_CASES ?= 5000
 

@@ -20,7 +20,7 @@ from setuptools import setup
 sys.path.insert(0, str(Path(__file__).resolve().parent / "tools"))
 import cpu_build
 import cuda_build
-from kernel_build import INCLUDE, CannotBuild
+from kernel_build import COMPILER, INCLUDE, CannotBuild
 
 MODES = ("auto", "cuda", "cpu", "none")
 
@@ -68,6 +68,8 @@ def cpu_extension() -> Any:
     cpu_build.prerequisites(imported_torch(), os.environ)
     from torch.utils.cpp_extension import CppExtension
 
+    # What was looked for; Python may have been built with a compiler of another name.
+    os.environ.setdefault("CXX", COMPILER)
     say("building the CPU kernel")
     return CppExtension(
         "rl_logp._C_cpu",

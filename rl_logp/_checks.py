@@ -11,6 +11,7 @@ from rl_logp import _state
 LOGITS_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 SHARD_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TARGET_DTYPES = (torch.int32, torch.int64)
+MAX_LEADING_DIMS = 8  # of a kernel (rows.h)
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:
@@ -196,6 +197,11 @@ def reverse_mode(logits: Tensor) -> None:
 
 def kernel_layout(logits: Tensor) -> Tensor:
     """logits, or a copy of it where its columns are not adjacent."""
+    if logits.dim() > 1 + MAX_LEADING_DIMS:
+        raise ValueError(
+            f"fused_logp: expected at most {MAX_LEADING_DIMS} leading dimensions where a kernel"
+            f" serves, got {logits.dim() - 1}"
+        )
     if logits.shape[-1] == 1 or logits.stride(-1) == 1:
         return logits
     return logits.contiguous()

@@ -30,7 +30,10 @@ WIDTHS = (1, 2, 15, 16, 17, 31, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 5
 SPECIAL = (math.inf, -math.inf, math.nan, 3e38, -3e38, 0.0, -0.0, 1e-40, 5000.0, -5000.0, 7e8, -7e8)
 SCALES = (0.0, 1e-40, 1e-3, 1.0, 4.0, 30.0, 1e3, 1e6, 1e12)
 TEMPERATURES = (1.0, 0.7, 1e-6, 1e6, 1e-30, 1e30, 1e38)
-TARGETS = (-100, -1, 2**31 - 1, -(2**31))
+TARGETS = {
+    torch.int32: (-100, -1, 2**31 - 1, -(2**31)),
+    torch.int64: (-100, -1, 2**32 + 5, -(2**63), 2**63 - 1),
+}
 
 
 class Call(NamedTuple):
@@ -74,7 +77,7 @@ def draw(seed: int) -> Call:
         logits = relaid(logits, rng.choice(["contiguous", *LAYOUTS]))
     integer = rng.choice((torch.int32, torch.int64))
     targets = [
-        rng.choice((*TARGETS, columns)) if rng.random() < 0.2 else rng.randrange(columns)
+        rng.choice((*TARGETS[integer], columns)) if rng.random() < 0.2 else rng.randrange(columns)
         for _ in range(count)
     ]
     target = torch.tensor(targets, dtype=integer).view(rows)

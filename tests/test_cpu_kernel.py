@@ -82,6 +82,18 @@ def test_forms_have_the_bits_of_the_scalar_one(
         assert_form_is_scalar(varied_rows(columns, dtype, "cpu"), temperature, number)
 
 
+@pytest.mark.parametrize("number", VECTORS)
+@pytest.mark.parametrize("value", [-0.3465735912, -1.039720774, -3.119162321, -3.812309504])
+def test_an_exponent_halfway_between_two_integers_is_rounded_alike(
+    value: float, number: int
+) -> None:
+    """The value times log2(e) is one, beside a largest of 0."""
+    case = sample((3, 33), torch.float32)
+    case.logits[:] = value
+    case.logits[:, ::16] = 0
+    assert_form_is_scalar(case, False, number)
+
+
 @every_dtype
 @pytest.mark.parametrize("number", VECTORS)
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf", "4097", "6e8", "-3e38"])
@@ -143,10 +155,11 @@ def test_wide_registers_are_used_by_code_for_them_alone() -> None:
     ]
     code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     functions = re.split(r"\n[0-9a-f]+ <", code)
-    allowed = {"%zmm": r"Avx512", "%ymm": r"Avx512|Avx2"}
-    for register, forms in allowed.items():
-        users = [f.split("\n", 1)[0] for f in functions if register in f]
-        assert users, f"nothing uses {register}"
+    # Instructions of AVX begin with a v, those on scalars too.
+    allowed = {r"%zmm": r"Avx512", r"%ymm": r"Avx512|Avx2", r"\tv[a-z0-9]+ ": r"Avx512|Avx2"}
+    for instruction, forms in allowed.items():
+        users = [f.split("\n", 1)[0] for f in functions if re.search(instruction, f)]
+        assert users, f"nothing uses {instruction}"
         assert not [user for user in users if not re.search(forms, user)]
 
 

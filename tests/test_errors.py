@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from calls import kernel_serves
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import rl_logp
@@ -309,3 +310,17 @@ def test_a_device_without_fp64() -> None:
         for score in (rl_logp.fused_logp, rl_logp.vocab_parallel_logp):
             with raises(ValueError, "fused_logp: expected a device that has float64, got mps"):
                 score(logits, target)
+
+
+def test_more_leading_dimensions_than_a_kernel_takes(device: str) -> None:
+    logits = torch.zeros(*[1] * 9, 7, device=device)
+    target = torch.zeros(logits.shape[:-1], dtype=torch.long, device=device)
+    if not kernel_serves(device, logits.dtype):
+        assert rl_logp.fused_logp(logits, target).shape == target.shape
+        return
+    with raises(
+        ValueError,
+        "fused_logp: expected at most 8 leading dimensions where a kernel serves, got 9",
+    ):
+        rl_logp.fused_logp(logits, target)
+    assert rl_logp.fused_logp(logits[0], target[0]).shape == target[0].shape

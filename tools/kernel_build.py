@@ -39,8 +39,11 @@ def check_release(torch: ModuleType) -> None:
         raise CannotBuild(f"expected torch 2.10 or later, got {torch.__version__}")
 
 
+COMPILER = "c++"  # where CXX does not say
+
+
 def check_compiler(environ: Mapping[str, str]) -> None:
     """Raises CannotBuild where there is no C++ compiler."""
-    compiler = environ.get("CXX") or "c++"
+    compiler = environ.get("CXX") or COMPILER
     if shutil.which(compiler.split()[0], path=environ.get("PATH")) is None:
         raise CannotBuild(f"there is no C++ compiler ({compiler})")

@@ -10,7 +10,6 @@
 
 #include "elements.h"
 #include "form.h"
-#include "rl_logp/rows.h"
 
 namespace rl_logp {
 

@@ -4,6 +4,7 @@
 
 #include "rl_logp/dtype.h"
 #include "rl_logp/row_state.h"
+#include "rl_logp/rows.h"
 #include "rl_logp/softmax.h"
 
 namespace rl_logp {

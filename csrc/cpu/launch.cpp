@@ -115,7 +115,7 @@ struct RowGradient {
         dlogp == 0.0f && dlse == 0.0,
         target_factor,
         RowSoftmax(lse, softmax_factor, kFastLse),
-        target - args.shard.vocab_start,
+        is_ignored(target, args.shard.vocab_size) ? -1 : target - args.shard.vocab_start,
         static_cast<char*>(args.dlogits) +
             offset_of(shape, index, args.dlogits_strides) * kElementBytes[static_cast<int>(dtype)]};
   }

@@ -77,7 +77,7 @@ struct Avx2 {
     rest = subtract(x, subtract(whole, set(kExp2Shift)));
   }
   static Floats scale(Floats power, Floats whole) {
-    return multiply(power, floats(shift_left<23>(bits(whole))));
+    return multiply(power, floats(shift_left<23>(add_int(bits(whole), set_int(1)))));
   }
 
   static Ints bits(Floats a) { return _mm256_castps_si256(a); }

@@ -39,7 +39,7 @@ struct Pieces {
   Pieces(int64_t rows, int64_t columns, int64_t threads) : columns_each(columns) {
     constexpr int64_t kLeast = 16384;    // columns: some microseconds
     const int64_t wanted = 8 * threads;  // pieces may take different times
-    if (threads > 1 && rows < wanted) {
+    if (threads > 1 && rows < wanted && columns > 0) {
       const int64_t most = std::max<int64_t>(columns / kLeast, 1);
       pieces_each = std::min(ceil_div(wanted, std::max<int64_t>(rows, 1)), most);
       columns_each = ceil_div(ceil_div(columns, pieces_each), kGroup * kGroup) * kGroup * kGroup;

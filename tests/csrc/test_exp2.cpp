@@ -29,6 +29,17 @@ void within_two_thirds_of_a_unit_in_the_last_place() {
   CHECK(std::fabs(bias / count) < 1e-9, "a bias of %g", bias / count);
 }
 
+// A half goes to the even integer, as in the instructions that some processors have for it.
+void halves_go_to_the_even_integer() {
+  for (int n = -125; n < 127; ++n) {
+    const float x = static_cast<float>(n) + 0.5f, whole = std::rint(x), rest = x - whole;
+    float power = rl_logp::kExp2Terms[0];
+    for (int i = 1; i < 6; ++i) power = std::fma(power, rest, rl_logp::kExp2Terms[i]);
+    const float expected = std::ldexp(std::fma(power, rest, 1.0f), static_cast<int>(whole));
+    CHECK(exp2_fp32(x) == expected, "2^%g is %a, expected %a", x, exp2_fp32(x), expected);
+  }
+}
+
 void exact_at_integers() {
   for (int n = -126; n <= 127; ++n) {
     const float power = exp2_fp32(static_cast<float>(n));
@@ -51,6 +62,7 @@ int main(int argc, char** argv) {
       argc, argv,
       {{"within two thirds of a unit in the last place",
         within_two_thirds_of_a_unit_in_the_last_place},
+       {"halves go to the even integer", halves_go_to_the_even_integer},
        {"exact at integers", exact_at_integers},
        {"nothing below, and NaN stays", nothing_below_and_nan_stays}});
 }

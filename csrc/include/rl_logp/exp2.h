@@ -11,9 +11,10 @@ namespace rl_logp {
 // What is smaller has a power of 0.
 constexpr float kSmallestExp2 = -127.0f;
 
-// 1.5 * 2^23 + 127: added to x, it leaves the integer nearest to x, plus the bias of fp32
-// exponents, in the low bits.
-constexpr float kExp2Shift = 12583039.0f;
+// 1.5 * 2^23 + 126: added to x, it leaves the integer nearest to x in the low bits, plus the bias
+// of fp32 exponents less one. It is even, so that halves go to the even integer, as they do where
+// an instruction rounds.
+constexpr float kExp2Shift = 12583038.0f;
 
 // Of 2^x for |x| <= 1/2, from x^6 down to x: off by 2e-9 of the power, before rounding. The
 // constant is 1.
@@ -31,7 +32,7 @@ inline float exp2_fp32(float x) {
   uint32_t bits;
   float scale;
   std::memcpy(&bits, &shifted, sizeof bits);
-  bits <<= 23;
+  bits = (bits + 1) << 23;
   std::memcpy(&scale, &bits, sizeof scale);
   return power * scale;
 }

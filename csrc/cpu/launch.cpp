@@ -89,7 +89,7 @@ struct RowGradient {
   Row row;
   int64_t columns;
   bool zero;
-  float target_factor;
+  double softmax_factor, target_factor;
   RowSoftmax softmax;
   int64_t target_column;  // within this shard; negative or past its end if it is elsewhere
   char* dlogits;
@@ -103,18 +103,16 @@ struct RowGradient {
     if (args.grad_logp) dlogp = args.grad_logp[offset_of(shape, index, args.grad_logp_strides)];
     if (args.grad_lse) dlse = args.grad_lse[offset_of(shape, index, args.grad_lse_strides)];
     if (is_ignored(target, args.shard.vocab_size)) dlogp = 0.0f;
-    float softmax_factor = static_cast<float>(dlse - dlogp), target_factor = dlogp;
-    if (row.divides) {
-      softmax_factor = divide(softmax_factor, row.temperature);
-      target_factor = divide(target_factor, row.temperature);
-    }
+    const double temperature = row.temperature;  // 1 where there is none
+    const double softmax_factor = (dlse - dlogp) / temperature;
     const double lse = args.lse[offset_of(shape, index, args.lse_strides)];
     return {
         row,
         args.shard.columns,
         dlogp == 0.0f && dlse == 0.0,
-        target_factor,
-        RowSoftmax(lse, softmax_factor, kFastLse),
+        softmax_factor,
+        dlogp / temperature,
+        RowSoftmax(lse, static_cast<float>(softmax_factor), kFastLse),
         is_ignored(target, args.shard.vocab_size) ? -1 : target - args.shard.vocab_start,
         static_cast<char*>(args.dlogits) +
             offset_of(shape, index, args.dlogits_strides) * kElementBytes[static_cast<int>(dtype)]};
@@ -139,11 +137,12 @@ struct RowGradient {
           {row.logits, begin, end, row.temperature}, softmax, dlogits);
     } else {
       for (int64_t column = begin; column < end; ++column) {
-        set(column, softmax.product_of_any(row.y(column)));
+        set(column, gradient_of_any(row.y(column), softmax.lse, softmax_factor, 0.0));
       }
     }
     if (target_column >= begin && target_column < end) {
-      set(target_column, softmax.at_target(row.y(target_column), target_factor));
+      const float y = row.y(target_column);
+      set(target_column, gradient_of_any(y, softmax.lse, softmax_factor, target_factor));
     }
   }
 };

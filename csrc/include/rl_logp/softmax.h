@@ -14,6 +14,12 @@ RL_LOGP_HOST_DEVICE inline double log_softmax(float y, double lse) {
   return logp > 0 ? 0.0 : logp;  // lse is rounded, and may be short of a column that is all of it
 }
 
+// factor * exp(y - lse), plus added, of any row, rounded to fp32 once: factors that are quotients
+// by a small temperature may leave the range of fp32 where the gradient does not.
+RL_LOGP_HOST_DEVICE inline float gradient_of_any(float y, double lse, double factor, double added) {
+  return static_cast<float>(fused_multiply_add(exponential(log_softmax(y, lse)), factor, added));
+}
+
 // A row's lse and the factor of its softmax, prepared for factor * exp(y - lse) of its columns.
 //
 // With lse * log2(e) = integer + fraction and n the integer nearest to y * log2(e),

@@ -88,6 +88,20 @@ def assert_compiled_is_eager(
     return compiled
 
 
+def assert_rows_are_eager(
+    compiled: Callable, function: Callable, rows: int, columns: int, device: str
+) -> None:
+    """Compares one call and its backward with eager. The rows are marked as what varies."""
+    logits, target = inputs(rows, columns, device=device)
+    if rows > 1:  # torch makes graphs of their own for sizes 0 and 1, and refuses to mark them
+        torch._dynamo.mark_dynamic(logits, 0)
+        torch._dynamo.mark_dynamic(target, 0)
+    actual, expected = compiled(logits, target), function(logits, target)
+    assert_same_bits(actual, expected, f"outputs for {rows} rows")
+    actual, expected = gradients(actual, logits), gradients(expected, logits)
+    assert_same_bits(actual, expected, f"gradient for {rows} rows")
+
+
 class LanguageModel(torch.nn.Module):
     """The smallest model that ends as a trainer's does: hidden states, a head, the op.
 

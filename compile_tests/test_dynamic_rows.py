@@ -1,6 +1,5 @@
 """A number of rows that varies costs at most three graphs, and none of it any bit."""
 
-from collections.abc import Callable
 from typing import Optional
 
 import pytest
@@ -9,19 +8,14 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import rl_logp
-from compile_tests.common import BACKENDS, assert_same_bits, gradients, inputs, needs_compiler
-
-
-def _run(compiled: Callable, function: Callable, rows: int, columns: int, device: str) -> None:
-    """Compares one call and its backward with eager. The rows are marked as what varies."""
-    logits, target = inputs(rows, columns, device=device)
-    if rows > 1:  # torch makes graphs of their own for sizes 0 and 1, and refuses to mark them
-        torch._dynamo.mark_dynamic(logits, 0)
-        torch._dynamo.mark_dynamic(target, 0)
-    actual, expected = compiled(logits, target), function(logits, target)
-    assert_same_bits(actual, expected, f"outputs for {rows} rows")
-    actual, expected = gradients(actual, logits), gradients(expected, logits)
-    assert_same_bits(actual, expected, f"gradient for {rows} rows")
+from compile_tests.common import (
+    BACKENDS,
+    assert_rows_are_eager,
+    assert_same_bits,
+    gradients,
+    inputs,
+    needs_compiler,
+)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -35,7 +29,7 @@ def test_one_graph_for_0_rows_one_for_1_and_one_for_all_others(
     compilations = CompileCounterWithBackend(backend)
     compiled = torch.compile(f, backend=compilations, fullgraph=True)
     for rows in (7, 128, 3, 1, 0, 2, 65, 1000, 1, 0):
-        _run(compiled, f, rows, 97, device)
+        assert_rows_are_eager(compiled, f, rows, 97, device)
     assert compilations.frame_count == 3
 
 
@@ -84,7 +78,7 @@ def test_case_15_at_a_large_vocabulary(device: str, backend: str):
     compilations = CompileCounterWithBackend(backend)
     compiled = torch.compile(f, backend=compilations, fullgraph=True)
     for rows in (1, 7, 128, 1000) if device == "cuda" else (1, 7, 128):
-        _run(compiled, f, rows, 248320, device)
+        assert_rows_are_eager(compiled, f, rows, 248320, device)
     assert compilations.frame_count <= 3
 
 

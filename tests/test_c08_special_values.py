@@ -5,6 +5,7 @@ import torch
 from calls import DTYPES, call
 from torch import Tensor
 
+import rl_logp
 from rl_logp.reference import reference
 from rl_logp.testing import assert_as_accurate
 
@@ -76,3 +77,25 @@ def test_a_target_of_minus_infinity_has_a_finite_gradient(device: str) -> None:
     result = call(logits, torch.tensor([2], device=device), None, g)
     assert result.logp.tolist() == [-INF]
     torch.testing.assert_close(result.dlogits, torch.tensor([[-1.0, -1.0, 2.0]], device=device))
+
+
+@pytest.mark.parametrize(
+    ("logits", "temperature", "grad", "expected"),
+    [
+        ([0.0, -1.0, -2.0], 1e-38, 100.0, [0, 0, 0]),
+        ([0.0, 0.0], 2e-39, 1.0, [2.5e38, -2.5e38]),
+        ([0.0, 0.0, 0.0, 0.0], 2e-39, 1.0, [torch.inf, -1.25e38, -1.25e38, -1.25e38]),
+        ([0.0, -1e-20], 1e-30, 1e9, [0, 0]),
+    ],
+    ids=["p is 0 or 1", "halves", "one beyond fp32", "small and far apart"],
+)
+def test_a_quotient_of_the_upstream_gradient_beyond_fp32(
+    device: str, logits: list[float], temperature: float, grad: float, expected: list[float]
+) -> None:
+    """grad / temperature is no fp32 number; times a softmax it may be one."""
+    leaf = torch.tensor([logits], device=device, requires_grad=True)
+    target = torch.zeros(1, dtype=torch.long, device=device)
+    logp = rl_logp.fused_logp(leaf, target, temperature=temperature)
+    (dlogits,) = torch.autograd.grad(logp, leaf, torch.full_like(logp, grad))
+    wanted = torch.tensor([expected], dtype=torch.float32, device=device)
+    torch.testing.assert_close(dlogits, wanted, rtol=1e-6, atol=0)

@@ -163,27 +163,6 @@ def test_wide_registers_are_used_by_code_for_them_alone() -> None:
         assert not [user for user in users if not re.search(forms, user)]
 
 
-@pytest.mark.parametrize(
-    ("logits", "temperature", "grad", "expected"),
-    [
-        ([0.0, -1.0, -2.0], 1e-38, 100.0, [0, 0, 0]),
-        ([0.0, 0.0], 2e-39, 1.0, [2.5e38, -2.5e38]),
-        ([0.0, 0.0, 0.0, 0.0], 2e-39, 1.0, [torch.inf, -1.25e38, -1.25e38, -1.25e38]),
-        ([0.0, -1e-20], 1e-30, 1e9, [0, 0]),
-    ],
-    ids=["p is 0 or 1", "halves", "one beyond fp32", "small and far apart"],
-)
-def test_a_quotient_of_the_upstream_gradient_beyond_fp32(
-    logits: list[float], temperature: float, grad: float, expected: list[float]
-) -> None:
-    """grad / temperature is no fp32 number; times a softmax it may be one."""
-    leaf = torch.tensor([logits], requires_grad=True)
-    logp = rl_logp.fused_logp(leaf, torch.zeros(1, dtype=torch.long), temperature=temperature)
-    (dlogits,) = torch.autograd.grad(logp, leaf, torch.full((1,), grad))
-    wanted = torch.tensor([expected], dtype=torch.float32)
-    torch.testing.assert_close(dlogits, wanted, rtol=1e-6, atol=0)
-
-
 # --- threads and rows -----------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "shape",

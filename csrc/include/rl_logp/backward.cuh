@@ -38,8 +38,9 @@ struct RowGradient {
 
   double lse;
   float temperature;
-  float softmax_factor;
-  float target_factor;
+  float softmax_factor;   // (dlse - dlogp) / temperature, for the fast arithmetic
+  float dlogp;            // the upstream gradients
+  double dlse;            //
   int64_t target_column;  // within this shard; negative or past its end if it is elsewhere
   bool zero;              // no upstream gradient: the logits are not read
   const Element* logits;
@@ -107,15 +108,18 @@ struct RowGradient {
   __device__ __forceinline__ void write_column(int64_t column) const {
     float d = 0.0f;
     if (!zero) {
-      const RowSoftmax row_softmax = softmax();
       const float x = Convert::to_float(logits[column]);
-      if (column == target_column) {
-        d = row_softmax.at_target(Traits::kTemperature ? divide(x, temperature) : x, target_factor);
-      } else if (Traits::kTemperature && is_fast()) {
+      const bool is_target = column == target_column;
+      if (is_target || !is_fast()) {
+        const double divisor = temperature;
+        d = gradient_of_any(
+            Traits::kTemperature ? divide(x, temperature) : x, lse, (dlse - dlogp) / divisor,
+            is_target ? dlogp / divisor : 0.0);
+      } else if constexpr (Traits::kTemperature) {
         // As in a tile: which columns are the ends of a row depends on where it lies.
-        d = row_softmax.product(fast_y(Divisor(temperature), fmaxf(x, kSmallestDividend)));
+        d = softmax().product(fast_y(Divisor(temperature), fmaxf(x, kSmallestDividend)));
       } else {
-        d = row_softmax.product_of_any(Traits::kTemperature ? divide(x, temperature) : x);
+        d = softmax().product(fmaxf(x, kSmallestFast));
       }
     }
     dlogits[column] = Convert::from_float(d);
@@ -241,17 +245,17 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     const double lse = args.lse[offset_of(shape, row, args.lse_strides)];
     if (is_ignored(target, args.shard.vocab_size)) dlogp = 0.0f;
     float temperature = 1.0f;
-    float softmax_factor = static_cast<float>(dlse - dlogp), target_factor = dlogp;
+    float softmax_factor = static_cast<float>(dlse - dlogp);
     if constexpr (Traits::kTemperature) {
       temperature = inputs.temperature_of(shape, row);
       softmax_factor = divide(softmax_factor, temperature);
-      target_factor = divide(target_factor, temperature);
     }
     const RowGradient<Traits> gradient{
         lse,
         temperature,
         softmax_factor,
-        target_factor,
+        dlogp,
+        dlse,
         target - args.shard.vocab_start,
         dlogp == 0.0f && dlse == 0.0,
         logits,

@@ -14,8 +14,9 @@ RL_LOGP_HOST_DEVICE inline double log_softmax(float y, double lse) {
   return logp > 0 ? 0.0 : logp;  // lse is rounded, and may be short of a column that is all of it
 }
 
-// factor * exp(y - lse), plus added, of any row, rounded to fp32 once: factors that are quotients
-// by a small temperature may leave the range of fp32 where the gradient does not.
+// factor * exp(y - lse), plus added, of any row, rounded to fp32 once. In double: factors that are
+// quotients by a small temperature may leave the range of fp32 where the gradient does not, and at
+// the target, where the factor is added, 1 - p is next to nothing where p is nearly 1.
 RL_LOGP_HOST_DEVICE inline float gradient_of_any(float y, double lse, double factor, double added) {
   return static_cast<float>(fused_multiply_add(exponential(log_softmax(y, lse)), factor, added));
 }
@@ -70,21 +71,6 @@ struct RowSoftmax {
     float scale, power;
     split(y, scale, power);
     return multiply_flushed(scale, power);
-  }
-
-  // One column of any row.
-  RL_LOGP_HOST_DEVICE float product_of_any(float y) const {
-    if (fast) return product(std::fmax(y, kSmallestFast));
-    return static_cast<float>(
-        multiply(exponential(log_softmax(y, lse)), static_cast<double>(factor)));
-  }
-
-  // The target's column, factor * p + target_factor. In double: 1 - p is next to nothing where p is
-  // nearly 1.
-  RL_LOGP_HOST_DEVICE float at_target(float y, float target_factor) const {
-    const double p = exponential(log_softmax(y, lse));
-    return static_cast<float>(
-        fused_multiply_add(p, static_cast<double>(factor), static_cast<double>(target_factor)));
   }
 };
 

@@ -45,8 +45,9 @@ def arguments(device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def losses_of(hidden: Tensor, weight: Tensor, target: Tensor, advantages: Tensor) -> Tensor:
+    # Without a minus, which Inductor writes as 0 - x on a GPU: that of 0 has another sign.
     logits = hidden @ weight.t()
-    return -rl_logp.fused_logp(logits, target, temperature=0.7) * advantages
+    return rl_logp.fused_logp(logits, target, temperature=0.7) * advantages
 
 
 def one_process(name: str, device: str) -> list[Tensor]:
@@ -60,7 +61,7 @@ def one_process(name: str, device: str) -> list[Tensor]:
         for product in products:  # as a process has it; how a GPU adds may depend on strides
             product.register_hook(Tensor.contiguous)
         logp = rl_logp.vocab_parallel_logp(torch.cat(products, -1), target[rows], temperature=0.7)
-        of_rows = -logp * advantages[rows]
+        of_rows = logp * advantages[rows]
         of_rows.sum().backward()
         losses.append(of_rows.detach())
         gradients.append(torch.cat([_gradient(part) for part in parts]))

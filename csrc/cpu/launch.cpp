@@ -132,6 +132,9 @@ struct RowGradient {
           static_cast<size_t>((end - begin) * kElementBytes[dtype]));
       return;
     }
+    // Read before its piece is written: dlogits may be the logits themselves.
+    const bool has_target = target_column >= begin && target_column < end;
+    const float target_y = has_target ? row.y(target_column) : 0.0f;
     if (softmax.fast) {
       form.write_gradient[dtype][row.divides](
           {row.logits, begin, end, row.temperature}, softmax, dlogits);
@@ -140,9 +143,8 @@ struct RowGradient {
         set(column, gradient_of_any(row.y(column), softmax.lse, softmax_factor, 0.0));
       }
     }
-    if (target_column >= begin && target_column < end) {
-      const float y = row.y(target_column);
-      set(target_column, gradient_of_any(y, softmax.lse, softmax_factor, target_factor));
+    if (has_target) {
+      set(target_column, gradient_of_any(target_y, softmax.lse, softmax_factor, target_factor));
     }
   }
 };

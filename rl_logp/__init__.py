@@ -2,10 +2,11 @@
 
 import torch.distributed as _distributed
 
+from rl_logp import entropy_ops as _entropy_ops  # noqa: F401 (the same, with entropies)
 from rl_logp import ops as _ops  # noqa: F401 (registers torch.ops.rl_logp)
 from rl_logp import shard_ops as _shard_ops  # noqa: F401 (the same, on shards of the vocabulary)
 from rl_logp._library import Backend, backends, require_kernel
-from rl_logp.functional import FusedLogp, fused_logp
+from rl_logp.functional import FusedLogp, fused_entropy, fused_logp, fused_logp_entropy
 from rl_logp.vocab_parallel import vocab_parallel_logp
 
 if _distributed.is_available():
@@ -16,7 +17,9 @@ __all__ = [
     "Backend",
     "FusedLogp",
     "backends",
+    "fused_entropy",
     "fused_logp",
+    "fused_logp_entropy",
     "require_kernel",
     "vocab_parallel_logp",
 ]

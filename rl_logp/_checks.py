@@ -12,6 +12,7 @@ LOGITS_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 SHARD_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TARGET_DTYPES = (torch.int32, torch.int64)
 MAX_LEADING_DIMS = 8  # of a kernel (rows.h)
+MAX_ENTROPY_COLUMNS = 2**30  # of an exact sum with weights (weighted_sum.h: 2^26 terms of 16)
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:
@@ -108,25 +109,33 @@ def backward(
     lse: Tensor,
     vocab_start: int,
     vocab_size: int,
+    grad_entropy: Optional[Tensor] = None,
+    mean: Optional[Tensor] = None,
 ) -> None:
     """Raises TypeError or ValueError unless the arguments have the documented form."""
     forward(logits, target, temperature, is_shard=True)
     _shard_range(logits, vocab_start, vocab_size)
-    if lse.dtype != torch.float64:
-        raise TypeError(f"fused_logp: expected lse of dtype float64, got {_name(lse.dtype)}")
-    _row_tensor("lse", lse, target, logits)
     logp_dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    for name, grad, dtype in (
+    for name, of_rows, dtype in (
+        ("lse", lse, torch.float64),
+        ("mean", mean, torch.float64),
         ("grad_logp", grad_logp, logp_dtype),
         ("grad_lse", grad_lse, torch.float64),
+        ("grad_entropy", grad_entropy, logp_dtype),
     ):
-        if grad is None:
+        if of_rows is None:
             continue
-        if grad.dtype != dtype:
+        if of_rows.dtype != dtype:
             raise TypeError(
-                f"fused_logp: expected {name} of dtype {_name(dtype)}, got {_name(grad.dtype)}"
+                f"fused_logp: expected {name} of dtype {_name(dtype)}, got {_name(of_rows.dtype)}"
             )
-        _row_tensor(name, grad, target, logits)
+        _row_tensor(name, of_rows, target, logits)
+
+
+def entropy_columns(columns: int) -> None:
+    """Raises ValueError for more columns than an exact sum with weights can count."""
+    if columns > MAX_ENTROPY_COLUMNS:
+        raise ValueError(f"fused_logp: expected at most 2^30 columns for an entropy, got {columns}")
 
 
 def partial(

@@ -124,22 +124,18 @@ def logp(
     return logp, lse
 
 
-def per_row(
-    caller: str, logits: Any, target: Tensor, temperature: Optional[Tensor]
-) -> tuple[Tensor, Optional[Tensor]]:
+def per_row(caller: str, logits: Any, **of_rows: Optional[Tensor]) -> list[Any]:
     """target and temperature as DTensors beside logits; torch itself takes 0-dim ones."""
     mesh, rows = logits.device_mesh, logits.placements
     replicated = [Replicate()] * mesh.ndim
 
-    def placed(name: str, tensor: Tensor) -> Tensor:
-        if isinstance(tensor, DTensor) or not tensor.dim():
+    def placed(name: str, tensor: Optional[Tensor]) -> Optional[Tensor]:
+        if tensor is None or isinstance(tensor, DTensor) or not tensor.dim():
             return tensor
         whole = _local(caller, name, tensor, mesh, rows)
         return DTensor.from_local(whole, mesh, replicated, run_check=False)
 
-    return placed("target", target), None if temperature is None else placed(
-        "temperature", temperature
-    )
+    return [placed(name, tensor) for name, tensor in of_rows.items()]
 
 
 def _local(

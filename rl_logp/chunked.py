@@ -12,18 +12,21 @@ import torch
 from torch import Tensor
 
 from rl_logp._elementary import exp
+from rl_logp.chunked_entropy import column_factor, entropy_of
 
 # Elements of workspace, in fp32 (twice the bytes each, half the number, in fp64): a chunk of y and
-# one of its (log_)softmax. A single row is never cut, so a longer row takes two of itself.
+# one of its (log_)softmax, and for an entropy a third. A single row is never cut, so a longer row
+# takes as many of itself.
 WORKSPACE_ELEMENTS = 2**27
 # What a row's target, masks and lse take beside them, which counts where rows are short.
 ROW_ELEMENTS = 16
 _WIDE_LSE_MASK = 2**29 - 1
 
 
-def default_chunk_rows(vocab_size: int, dtype: torch.dtype) -> int:
+def default_chunk_rows(vocab_size: int, dtype: torch.dtype, with_entropy: bool = False) -> int:
     """Rows a chunk may have, so that its temporaries stay within WORKSPACE_ELEMENTS."""
-    buffers = 4 if dtype == torch.float64 else 2
+    buffers = 3 if with_entropy else 2
+    buffers *= 2 if dtype == torch.float64 else 1
     return max(1, WORKSPACE_ELEMENTS // (buffers * (vocab_size + ROW_ELEMENTS)))
 
 
@@ -90,25 +93,35 @@ def forward(
     logp: Tensor,
     lse: Tensor,
     chunk_rows: Optional[int] = None,
+    entropy: Optional[Tensor] = None,
+    mean: Optional[Tensor] = None,
 ) -> None:
-    """Writes logp and lse, both of target's shape.
+    """Writes logp and lse, both of target's shape; and, where given, entropy and mean, E[y].
 
     Bitwise: ``logp`` is ``log_softmax(y).gather(target)``, for any ``chunk_rows``.
     """
     vocab_size = logits.shape[-1]
-    chunk_rows = chunk_rows or default_chunk_rows(vocab_size, logits.dtype)
+    chunk_rows = chunk_rows or default_chunk_rows(
+        vocab_size, logits.dtype, with_entropy=entropy is not None
+    )
     first_row = 0
     for rows in row_chunks(tuple(target.shape), chunk_rows):
         y = scaled(logits, temperature, rows, first_row)
         first_row += y[..., 0].numel()
         largest = y.amax(-1).double()
+        p = None if entropy is None else torch.softmax(y, -1)
         y = torch.log_softmax(y, -1)
         # At its largest column log_softmax is -log(sum(exp(y - largest))).
         # An infinite maximum is the lse itself; subtracting would make it NaN.
-        lse[rows] = torch.where(largest.isinf(), largest, largest - y.amax(-1).double())
+        log_rest = -y.amax(-1).double()
+        lse[rows] = torch.where(largest.isinf(), largest, largest + log_rest)
         column, here, _ = local_target(target, rows, 0, vocab_size, vocab_size)
         logp[rows] = torch.where(here, y.gather(-1, column), 0).squeeze(-1)
-        del y  # or it would live beside the two temporaries of the next chunk
+        if entropy is not None and mean is not None and p is not None:
+            of_chunk = entropy_of(p, y)
+            entropy[rows] = of_chunk
+            mean[rows] = largest + (log_rest - of_chunk.double())
+        del y, p  # or they would live beside the temporaries of the next chunk
 
 
 def backward(
@@ -123,43 +136,56 @@ def backward(
     dlogits: Tensor,
     chunk_rows: Optional[int] = None,
     sharded: bool = False,
+    grad_entropy: Optional[Tensor] = None,
+    mean: Optional[Tensor] = None,
 ) -> None:
     """Writes dlogits, of logits' shape.
 
     Bitwise, for any ``chunk_rows``: ``softmax(y)`` minus one-hot, times ``-grad_logp``, cast. Where
     ``grad_lse`` is not 0 the row is ``p * (grad_lse - grad_logp)``, and at the target that of
-    ``grad_logp`` plus ``p * grad_lse``.
+    ``grad_logp`` plus ``p * grad_lse``. A ``grad_entropy``, which takes the rows' ``mean``, adds
+    ``grad_entropy * (mean - y)`` to ``grad_lse``.
 
     ``sharded`` takes the softmax from ``lse`` even where the shard is the whole row, so that the
     bits do not tell how the vocabulary was cut.
     """
     columns = logits.shape[-1]
-    chunk_rows = chunk_rows or default_chunk_rows(columns, logits.dtype)
+    chunk_rows = chunk_rows or default_chunk_rows(
+        columns, logits.dtype, with_entropy=grad_entropy is not None
+    )
     whole_row = vocab_start == 0 and columns == vocab_size and not sharded
     first_row = 0
     for rows in row_chunks(tuple(target.shape), chunk_rows):
         y = scaled(logits, temperature, rows, first_row)
         first_row += y[..., 0].numel()
         p = torch.softmax(y, -1) if whole_row else _shard_softmax(y, _columns(lse, rows))
+        factor = None  # of p, beside that of grad_logp and grad_lse
+        if grad_entropy is not None and mean is not None:
+            factor = column_factor(y, p, _columns(mean, rows), _columns(grad_entropy, rows))
         del y
         column, here, ignored = local_target(target, rows, vocab_start, columns, vocab_size)
         zero = torch.zeros((), dtype=p.dtype, device=p.device)
         g = zero if grad_logp is None else _columns(grad_logp, rows).masked_fill(ignored, 0)
         g_lse = zero if grad_lse is None else _columns(grad_lse, rows).to(p.dtype)
-        if grad_lse is None:
+        unreached = (g == 0) & (g_lse == 0)
+        if grad_entropy is not None:
+            unreached = unreached & (_columns(grad_entropy, rows) == 0)
+        if grad_lse is None and factor is None:
             p.scatter_(-1, column, p.gather(-1, column) - here.to(p.dtype)).mul_(-g)
         else:
             at_target = p.gather(-1, column)
-            # As without grad_lse, so that a row with one of 0 has the bits it has without one.
+            added = g_lse if factor is None else factor.gather(-1, column) + g_lse
+            # As with grad_logp alone, so that a row without the others has the bits of that.
             from_logp = (at_target - 1) * -g
-            from_both = torch.where(g_lse == 0, from_logp, from_logp + at_target * g_lse)
-            p.mul_(g_lse - g)
-            p.scatter_(-1, column, torch.where(here, from_both, p.gather(-1, column)))
+            from_all = torch.where(added == 0, from_logp, from_logp + at_target * added)
+            p.mul_(g_lse - g if factor is None else factor.add_(g_lse).sub_(g))
+            p.scatter_(-1, column, torch.where(here, from_all, p.gather(-1, column)))
+        del factor
         if temperature is not None:
             p.div_(_columns(temperature, rows).to(p.dtype))
         # A row without an upstream gradient is exactly zero, whatever its logits: not 0 * inf.
-        dlogits[rows] = p.masked_fill_((g == 0) & (g_lse == 0), 0)
-        del p  # or it would live beside the two temporaries of the next chunk
+        dlogits[rows] = p.masked_fill_(unreached, 0)
+        del p  # or it would live beside the temporaries of the next chunk
 
 
 def _shard_softmax(y: Tensor, lse: Tensor) -> Tensor:

@@ -96,10 +96,92 @@ def fused_logp(
         if _dtensor.is_vocab_sharded(logits):
             logp, lse = _dtensor.logp("fused_logp", logits, target, scale, return_lse)
             return (logp, lse) if return_lse else logp
-        target, scale = _dtensor.per_row("fused_logp", logits, target, scale)
+        target, scale = _dtensor.per_row("fused_logp", logits, target=target, temperature=scale)
     if not return_lse:
         return torch.ops.rl_logp.fused_logp(logits, target, scale)
     return torch.ops.rl_logp.fused_logp_with_lse(logits, target, scale)
+
+
+def fused_logp_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    temperature: Union[float, Tensor] = 1.0,
+    require_kernel: bool = False,
+) -> tuple[Tensor, Tensor]:
+    r"""As :func:`fused_logp`, with each row's entropy, from one pass over the logits.
+
+    ``entropy = -sum(p * log(p))`` of ``p = softmax(y)``, ``y = logits / temperature``, in nats; a
+    ``p`` of 0 adds nothing. Its gradient is ``-grad * p * (y - sum(p * y)) / temperature``, and
+    comes with that of ``logp``, in one pass.
+
+    Args:
+        logits, target, temperature, require_kernel: as for ``fused_logp``.
+
+    Returns:
+        ``(logp, entropy)``, fp32, of target's shape. A row whose target is ignored has a ``logp``
+        of 0, its entropy, and the entropy's gradient. Detach an entropy that is only looked at:
+        the gradient is then that of ``fused_logp``, at its cost.
+
+    Raises:
+        As ``fused_logp``, and ValueError for more than 2^30 columns where a kernel serves the call.
+
+    ``logp`` has the bits of ``fused_logp``; the entropy and the gradient have bits that depend on
+    the row alone, as those of ``fused_logp`` do. The gradient of a row whose entropy has an
+    upstream gradient of 0 has the bits of ``fused_logp``. An entropy is at least 0. It is NaN where
+    a row holds NaN or ``+inf``, or nothing but ``-inf``, as ``torch.log_softmax`` is.
+
+    >>> import torch, rl_logp
+    >>> logits = torch.tensor([[0.0, 1.0], [0.0, 3.0]], requires_grad=True)
+    >>> logp, entropy = rl_logp.fused_logp_entropy(logits, torch.tensor([0, -100]))
+    >>> logp.detach(), entropy.detach()
+    (tensor([-1.3133,  0.0000]), tensor([0.5822, 0.1909]))
+    >>> (logp - 0.5 * entropy).sum().backward()
+    >>> logits.grad
+    tensor([[ 0.6328, -0.6328],
+            [-0.0678,  0.0678]])
+    """
+    if require_kernel:
+        _library.require_kernel(logits.device.type, logits.dtype)
+    scale = temperature_tensor(temperature, logits)
+    if _shard.is_dtensor(logits):
+        from rl_logp import _dtensor
+
+        target, scale = _dtensor.per_row(
+            "fused_logp_entropy", logits, target=target, temperature=scale
+        )
+    return torch.ops.rl_logp.fused_logp_entropy(logits, target, scale)
+
+
+def fused_entropy(
+    logits: Tensor,
+    *,
+    temperature: Union[float, Tensor] = 1.0,
+    require_kernel: bool = False,
+) -> Tensor:
+    r"""The entropy of each row of ``softmax(logits / temperature)``, in nats, without a target.
+
+    Args:
+        logits: ``[..., V]``, as for :func:`fused_logp`.
+        temperature: a number, or an fp32 tensor, 0-dim or of logits' leading shape.
+        require_kernel: as for ``fused_logp``.
+
+    Returns:
+        ``entropy``, fp32, of logits' leading shape, with the bits and the gradient of
+        :func:`fused_logp_entropy`, which says what raises as well.
+
+    >>> import torch, rl_logp
+    >>> rl_logp.fused_entropy(torch.tensor([[0.0, 0.0], [0.0, -torch.inf]]))
+    tensor([0.6931, 0.0000])
+    """
+    if require_kernel:
+        _library.require_kernel(logits.device.type, logits.dtype)
+    scale = temperature_tensor(temperature, logits)
+    if _shard.is_dtensor(logits):
+        from rl_logp import _dtensor
+
+        (scale,) = _dtensor.per_row("fused_entropy", logits, temperature=scale)
+    return torch.ops.rl_logp.fused_entropy(logits, scale)
 
 
 def temperature_tensor(temperature: Union[float, Tensor], logits: Tensor):

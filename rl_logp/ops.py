@@ -5,6 +5,9 @@
     fused_logp_forward    (logp, lse), with autograd; its backward is
     fused_logp_backward   dlogits from the saved lse; once differentiable
 
+    fused_logp_entropy, fused_entropy, fused_logp_entropy_forward, fused_logp_entropy_backward
+                          the same with the entropy of the row beside logp (entropy_ops.py)
+
     fused_logp_partial    of a shard of the vocabulary: the states of its rows (shard_ops.py)
     fused_logp_combine    (logp, lse) from the states of all shards
     fused_logp_shard      the same, with autograd towards one shard's logits
@@ -39,6 +42,20 @@ _lib.define(
     "fused_logp_backward(Tensor? grad_logp, Tensor? grad_lse, Tensor logits, Tensor target,"
     " Tensor? temperature, Tensor lse, SymInt vocab_start, SymInt vocab_size,"
     " bool sharded=False) -> Tensor"
+)
+_lib.define(
+    "fused_logp_entropy(Tensor logits, Tensor target, Tensor? temperature=None)"
+    " -> (Tensor logp, Tensor entropy)"
+)
+_lib.define("fused_entropy(Tensor logits, Tensor? temperature=None) -> Tensor")
+_lib.define(
+    "fused_logp_entropy_forward(Tensor logits, Tensor target, Tensor? temperature)"
+    " -> (Tensor logp, Tensor entropy, Tensor lse, Tensor mean)"
+)
+_lib.define(
+    "fused_logp_entropy_backward(Tensor? grad_logp, Tensor? grad_entropy, Tensor? grad_lse,"
+    " Tensor logits, Tensor target, Tensor? temperature, Tensor lse, Tensor mean,"
+    " SymInt vocab_start, SymInt vocab_size, bool sharded=False) -> Tensor"
 )
 _lib.define(
     "fused_logp_partial(Tensor logits, Tensor target, Tensor? temperature, bool all_rows,"
@@ -93,29 +110,29 @@ _lib.impl("fused_logp", _fused_logp, "CompositeImplicitAutograd")
 _lib.impl("fused_logp_with_lse", _fused_logp_with_lse, "CompositeImplicitAutograd")
 
 
-def _batched(info, in_dims, logits: Tensor, target: Tensor, temperature: Optional[Tensor] = None):
+def batched(info, in_dims, logits: Tensor, target: Tensor, temperature: Optional[Tensor] = None):
     """The arguments of a vmapped call as those of one call, whose first dimension is vmap's."""
 
-    def batched(tensor: Tensor, dim: Optional[int]) -> Tensor:
+    def in_front(tensor: Tensor, dim: Optional[int]) -> Tensor:
         if dim is None:
             return tensor.expand(info.batch_size, *tensor.shape)
         return tensor.movedim(dim, 0)
 
     logits_dim, target_dim, *temperature_dim = in_dims
-    logits, target = batched(logits, logits_dim), batched(target, target_dim)
+    logits, target = in_front(logits, logits_dim), in_front(target, target_dim)
     if temperature is not None and (temperature_dim[0] is not None or temperature.dim()):
-        temperature = batched(temperature, temperature_dim[0])
+        temperature = in_front(temperature, temperature_dim[0])
         if temperature.dim() == 1:  # one a sample, for all of the sample's rows
             temperature = temperature.reshape(-1, *[1] * (target.dim() - 1)).expand(target.shape)
     return logits, target, temperature
 
 
 def _fused_logp_vmap(info, in_dims, *args):
-    return torch.ops.rl_logp.fused_logp(*_batched(info, in_dims, *args)), 0
+    return torch.ops.rl_logp.fused_logp(*batched(info, in_dims, *args)), 0
 
 
 def _fused_logp_with_lse_vmap(info, in_dims, *args):
-    return torch.ops.rl_logp.fused_logp_with_lse(*_batched(info, in_dims, *args)), (0, 0)
+    return torch.ops.rl_logp.fused_logp_with_lse(*batched(info, in_dims, *args)), (0, 0)
 
 
 torch.library.register_vmap("rl_logp::fused_logp", _fused_logp_vmap, lib=_lib)
@@ -123,7 +140,7 @@ torch.library.register_vmap("rl_logp::fused_logp_with_lse", _fused_logp_with_lse
 
 
 # --- fused_logp_forward ---------------------------------------------------------------------------
-def _forward_outputs(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+def forward_outputs(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     logp_dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     logp = logits.new_empty(target.shape, dtype=logp_dtype)
     return logp, logits.new_empty(target.shape, dtype=torch.float64)
@@ -134,7 +151,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     _checks.forward(logits, target, temperature)
     _checks.temperature_values(temperature)
-    logp, lse = _forward_outputs(logits, target)
+    logp, lse = forward_outputs(logits, target)
     if _library.kernel_for(logits.device.type, logits.dtype).available:
         torch.ops.rl_logp._fused_logp_forward_out(
             _checks.kernel_layout(logits), target, temperature, all_rows, logp, lse
@@ -146,22 +163,25 @@ def _forward(
 
 def _forward_fake(logits, target, temperature, all_rows):
     _checks.forward(logits, target, temperature)
-    return _forward_outputs(logits, target)
+    return forward_outputs(logits, target)
 
 
 _lib.impl("fused_logp_forward", _forward, "CompositeExplicitAutograd")
 torch.library.register_fake("rl_logp::fused_logp_forward", _forward_fake, lib=_lib)
 
 
-def save_for_backward(ctx, inputs: tuple, output: tuple, *shard) -> None:
-    """What dlogits_of needs; ``shard``: vocab_start, vocab_size, and sharded where it is True."""
+def save_for_backward(ctx, inputs: tuple, of_rows: tuple, *shard) -> None:
+    """What the gradient needs: ``of_rows`` are the outputs that it is computed from.
+
+    ``shard``: vocab_start, vocab_size, and sharded where it is True.
+    """
     logits, target, temperature = inputs[:3]
     if ctx.needs_input_grad[2]:
         raise ValueError(
             "fused_logp: expected a temperature that does not require grad, got one that does:"
             " its gradient is not computed; detach it"
         )
-    ctx.save_for_backward(logits, target, temperature, output[1])
+    ctx.save_for_backward(logits, target, temperature, *of_rows)
     ctx.shard = shard
     ctx.set_materialize_grads(False)
 
@@ -175,7 +195,7 @@ def dlogits_of(ctx, grad_logp: Optional[Tensor], grad_lse: Optional[Tensor]) -> 
 
 
 def _save_for_backward(ctx, inputs, output) -> None:
-    save_for_backward(ctx, inputs, output, 0, inputs[0].shape[-1])
+    save_for_backward(ctx, inputs, output[1:], 0, inputs[0].shape[-1])
 
 
 def _forward_autograd(ctx, grad_logp: Optional[Tensor], grad_lse: Optional[Tensor]):
@@ -201,7 +221,7 @@ def _backward(
 ) -> Tensor:
     arguments = (logits, target, temperature, lse, vocab_start, vocab_size)
     _checks.backward(grad_logp, grad_lse, *arguments)
-    dlogits = _backward_output(logits)
+    dlogits = backward_output(logits)
     if logits.shape[-1] == 0:
         return dlogits
     if _library.kernel_for(logits.device.type, logits.dtype).available:
@@ -213,7 +233,7 @@ def _backward(
     return dlogits
 
 
-def _backward_output(logits: Tensor) -> Tensor:
+def backward_output(logits: Tensor) -> Tensor:
     return logits.new_empty(logits.shape)
 
 
@@ -229,18 +249,18 @@ def _backward_fake(
     sharded=False,
 ):
     _checks.backward(grad_logp, grad_lse, logits, target, temperature, lse, vocab_start, vocab_size)
-    return _backward_output(logits)
+    return backward_output(logits)
 
 
 _lib.impl("fused_logp_backward", _backward, "CompositeExplicitAutograd")
 torch.library.register_fake("rl_logp::fused_logp_backward", _backward_fake, lib=_lib)
 
 
-def _no_second_derivative(ctx, grad):
+def no_second_derivative(ctx, grad):
     raise RuntimeError(
         "fused_logp: expected to be differentiated once, got a second derivative, which is not"
         " implemented (create_graph=True is fine as long as nothing differentiates the gradient)"
     )
 
 
-torch.library.register_autograd("rl_logp::fused_logp_backward", _no_second_derivative, lib=_lib)
+torch.library.register_autograd("rl_logp::fused_logp_backward", no_second_derivative, lib=_lib)

@@ -129,7 +129,7 @@ torch.library.register_fake("rl_logp::fused_logp_shard", _shard_fake, lib=_lib)
 
 def _save_for_backward(ctx, inputs, output) -> None:
     vocab_start, vocab_size = inputs[4:]
-    save_for_backward(ctx, inputs, output, vocab_start, vocab_size, True)
+    save_for_backward(ctx, inputs, output[1:], vocab_start, vocab_size, True)
 
 
 def _shard_autograd(ctx, grad_logp: Optional[Tensor], grad_lse: Optional[Tensor]):

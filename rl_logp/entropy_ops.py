@@ -1,0 +1,194 @@
+"""The operators that return a row's entropy (schemas: ops.py): composites, autograd, who serves.
+
+The entropy is that of softmax(y), y = logits / temperature, in nats: lse - E[y]. It is of every
+row, whatever its target; ``mean`` is E[y], which the gradient is computed from.
+"""
+
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from rl_logp import _checks, _library, chunked
+from rl_logp.ops import (
+    _lib,
+    backward_output,
+    batched,
+    forward_outputs,
+    no_second_derivative,
+    save_for_backward,
+)
+
+
+# --- fused_logp_entropy and fused_entropy: the composites -----------------------------------------
+def no_target(logits: Tensor) -> Tensor:
+    """A target for rows of which only the entropy is wanted: all are ignored."""
+    return logits.new_full((), -1, dtype=torch.int64).expand(logits.shape[:-1])
+
+
+def _fused_logp_entropy(
+    logits: Tensor, target: Tensor, temperature: Optional[Tensor] = None
+) -> tuple[Tensor, Tensor]:
+    _checks.reverse_mode(logits)
+    return torch.ops.rl_logp.fused_logp_entropy_forward(logits, target, temperature)[:2]
+
+
+def _fused_entropy(logits: Tensor, temperature: Optional[Tensor] = None) -> Tensor:
+    _checks.reverse_mode(logits)
+    target = no_target(logits)
+    return torch.ops.rl_logp.fused_logp_entropy_forward(logits, target, temperature)[1]
+
+
+def _fused_logp_entropy_vmap(info, in_dims, *args):
+    return torch.ops.rl_logp.fused_logp_entropy(*batched(info, in_dims, *args)), (0, 0)
+
+
+def _fused_entropy_vmap(info, in_dims, logits: Tensor, *temperature: Optional[Tensor]):
+    sample = logits if in_dims[0] is None else logits.select(in_dims[0], 0)
+    in_dims = (in_dims[0], None, *in_dims[1:])
+    logits, _, scale = batched(info, in_dims, logits, no_target(sample), *temperature)
+    return torch.ops.rl_logp.fused_entropy(logits, scale), 0
+
+
+_lib.impl("fused_logp_entropy", _fused_logp_entropy, "CompositeImplicitAutograd")
+_lib.impl("fused_entropy", _fused_entropy, "CompositeImplicitAutograd")
+torch.library.register_vmap("rl_logp::fused_logp_entropy", _fused_logp_entropy_vmap, lib=_lib)
+torch.library.register_vmap("rl_logp::fused_entropy", _fused_entropy_vmap, lib=_lib)
+
+
+# --- fused_logp_entropy_forward -------------------------------------------------------------------
+def _outputs(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    logp, lse = forward_outputs(logits, target)
+    entropy, mean = forward_outputs(logits, target)
+    return logp, entropy, lse, mean
+
+
+def _forward(
+    logits: Tensor, target: Tensor, temperature: Optional[Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _checks.forward(logits, target, temperature)
+    _checks.temperature_values(temperature)
+    if _library.kernel_for(logits.device.type, logits.dtype).available:
+        _checks.entropy_columns(logits.shape[-1])
+        outputs = logp, entropy, lse, mean = _outputs(logits, target)
+        torch.ops.rl_logp._fused_logp_forward_out(
+            _checks.kernel_layout(logits), target, temperature, True, logp, lse, entropy, mean
+        )
+    else:
+        outputs = logp, entropy, lse, mean = _outputs(logits, target)
+        chunked.forward(logits, target, temperature, logp, lse, entropy=entropy, mean=mean)
+    return outputs
+
+
+def _forward_fake(logits, target, temperature):
+    _checks.forward(logits, target, temperature)
+    return _outputs(logits, target)
+
+
+_lib.impl("fused_logp_entropy_forward", _forward, "CompositeExplicitAutograd")
+torch.library.register_fake("rl_logp::fused_logp_entropy_forward", _forward_fake, lib=_lib)
+
+
+def dlogits_of(
+    ctx,
+    grad_logp: Optional[Tensor],
+    grad_entropy: Optional[Tensor],
+    grad_lse: Optional[Tensor],
+    grad_mean: Optional[Tensor],
+) -> Optional[Tensor]:
+    if grad_mean is not None:
+        raise RuntimeError(
+            "fused_logp: expected no gradient towards mean, which is not differentiable, got one:"
+            " detach it, or differentiate lse - entropy"
+        )
+    *saved, mean = ctx.saved_tensors
+    if grad_entropy is not None:
+        return torch.ops.rl_logp.fused_logp_entropy_backward(
+            grad_logp, grad_entropy, grad_lse, *saved, mean, *ctx.shard
+        )
+    if grad_logp is None and grad_lse is None:
+        return None
+    return torch.ops.rl_logp.fused_logp_backward(grad_logp, grad_lse, *saved, *ctx.shard)
+
+
+def _save_for_backward(ctx, inputs, output) -> None:
+    save_for_backward(ctx, inputs, output[2:], 0, inputs[0].shape[-1])
+
+
+def _forward_autograd(ctx, *grads: Optional[Tensor]):
+    return dlogits_of(ctx, *grads), None, None
+
+
+torch.library.register_autograd(
+    "rl_logp::fused_logp_entropy_forward",
+    _forward_autograd,
+    setup_context=_save_for_backward,
+    lib=_lib,
+)
+
+
+# --- fused_logp_entropy_backward ------------------------------------------------------------------
+def _backward(
+    grad_logp: Optional[Tensor],
+    grad_entropy: Optional[Tensor],
+    grad_lse: Optional[Tensor],
+    logits: Tensor,
+    target: Tensor,
+    temperature: Optional[Tensor],
+    lse: Tensor,
+    mean: Tensor,
+    vocab_start: int,
+    vocab_size: int,
+    sharded: bool = False,
+) -> Tensor:
+    arguments = (logits, target, temperature, lse, vocab_start, vocab_size)
+    _checks.backward(grad_logp, grad_lse, *arguments, grad_entropy, mean)
+    dlogits = backward_output(logits)
+    if logits.shape[-1] == 0:
+        return dlogits
+    if _library.kernel_for(logits.device.type, logits.dtype).available:
+        torch.ops.rl_logp._fused_logp_backward_out(
+            grad_logp,
+            grad_lse,
+            _checks.kernel_layout(logits),
+            *arguments[1:],
+            dlogits,
+            grad_entropy,
+            mean,
+        )
+    else:
+        chunked.backward(
+            grad_logp,
+            grad_lse,
+            *arguments,
+            dlogits,
+            sharded=sharded,
+            grad_entropy=grad_entropy,
+            mean=mean,
+        )
+    return dlogits
+
+
+def _backward_fake(
+    grad_logp,
+    grad_entropy,
+    grad_lse,
+    logits,
+    target,
+    temperature,
+    lse,
+    mean,
+    vocab_start,
+    vocab_size,
+    sharded=False,
+):
+    arguments = (logits, target, temperature, lse, vocab_start, vocab_size)
+    _checks.backward(grad_logp, grad_lse, *arguments, grad_entropy, mean)
+    return backward_output(logits)
+
+
+_lib.impl("fused_logp_entropy_backward", _backward, "CompositeExplicitAutograd")
+torch.library.register_fake("rl_logp::fused_logp_entropy_backward", _backward_fake, lib=_lib)
+torch.library.register_autograd(
+    "rl_logp::fused_logp_entropy_backward", no_second_derivative, lib=_lib
+)

@@ -64,7 +64,7 @@ class Rows {
 
  private:
   static constexpr int kMaxDims = kMaxLeadingDims;
-  static constexpr int kMaxTensors = 8;
+  static constexpr int kMaxTensors = 10;
 
   bool merges(int outer, int inner) const {
     for (int i = 0; i < count_; ++i) {
@@ -137,12 +137,22 @@ inline ForwardArgs forward_args(
 
 inline ForwardArgs forward_args(
     const Tensor& logits, const Tensor& target, const std::optional<Tensor>& temperature,
-    bool all_rows, Tensor& logp, Tensor& lse) {
+    bool all_rows, Tensor& logp, Tensor& lse, std::optional<Tensor>& entropy,
+    std::optional<Tensor>& mean) {
   const int64_t columns = columns_of(logits);
   ForwardArgs args = forward_args(logits, target, temperature, all_rows, {columns, 0, columns});
   args.logp = static_cast<float*>(logp.data_ptr());
   args.lse = static_cast<double*>(lse.data_ptr());
+  args.weighted = entropy.has_value();
+  if (args.weighted) {
+    args.entropy = static_cast<float*>(entropy->data_ptr());
+    args.mean = static_cast<double*>(mean->data_ptr());
+  }
   return args;
+}
+
+inline bool are_weighted(const Tensor& states) {
+  return states.size(states.dim() - 1) * 8 == int64_t{sizeof(WeightedRowState)};
 }
 
 inline ForwardArgs partial_args(
@@ -150,28 +160,36 @@ inline ForwardArgs partial_args(
     bool all_rows, int64_t vocab_start, int64_t vocab_size, Tensor& states) {
   ForwardArgs args = forward_args(
       logits, target, temperature, all_rows, {columns_of(logits), vocab_start, vocab_size});
-  args.states = static_cast<RowState*>(states.data_ptr());
+  args.weighted = are_weighted(states);
+  args.states = states.data_ptr();
   return args;
 }
 
 inline CombineArgs combine_args(
-    const Tensor& states, const Tensor& target, int64_t vocab_size, Tensor& logp, Tensor& lse) {
+    const Tensor& states, const Tensor& target, int64_t vocab_size, Tensor& logp, Tensor& lse,
+    std::optional<Tensor>& entropy, std::optional<Tensor>& mean) {
   Rows rows(target);
   CombineArgs args{};
   set_targets(rows, target, args.target);
   args.shape = rows.finish();
-  args.states = static_cast<const RowState*>(states.data_ptr());
+  args.states = states.data_ptr();
   args.shards = states.size(0);
   args.vocab_size = vocab_size;
   args.logp = static_cast<float*>(logp.data_ptr());
   args.lse = static_cast<double*>(lse.data_ptr());
+  args.weighted = are_weighted(states);
+  if (args.weighted) {
+    args.entropy = static_cast<float*>(entropy->data_ptr());
+    args.mean = static_cast<double*>(mean->data_ptr());
+  }
   return args;
 }
 
 inline BackwardArgs backward_args(
     const std::optional<Tensor>& grad_logp, const std::optional<Tensor>& grad_lse,
     const Tensor& logits, const Tensor& target, const std::optional<Tensor>& temperature,
-    const Tensor& lse, int64_t vocab_start, int64_t vocab_size, Tensor& dlogits) {
+    const Tensor& lse, int64_t vocab_start, int64_t vocab_size, Tensor& dlogits,
+    const std::optional<Tensor>& grad_entropy, const std::optional<Tensor>& mean) {
   Rows rows(target);
   BackwardArgs args{};
   set_inputs(rows, logits, target, temperature, args.inputs);
@@ -184,6 +202,12 @@ inline BackwardArgs backward_args(
   if (grad_lse) {
     args.grad_lse = static_cast<const double*>(grad_lse->data_ptr());
     rows.add(*grad_lse, &args.grad_lse_strides);
+  }
+  if (grad_entropy) {
+    args.grad_entropy = static_cast<const float*>(grad_entropy->data_ptr());
+    rows.add(*grad_entropy, &args.grad_entropy_strides);
+    args.mean = static_cast<const double*>(mean->data_ptr());
+    rows.add(*mean, &args.mean_strides);
   }
   args.dlogits = dlogits.data_ptr();
   rows.add(dlogits, &args.dlogits_strides);

@@ -75,11 +75,12 @@ _lib.define(
 # The compiled kernels write buffers that their caller allocated (csrc/cuda/ops.cpp).
 _lib.define(
     "_fused_logp_forward_out(Tensor logits, Tensor target, Tensor? temperature, bool all_rows,"
-    " Tensor(a!) logp, Tensor(b!) lse) -> ()"
+    " Tensor(a!) logp, Tensor(b!) lse, Tensor(c!)? entropy=None, Tensor(d!)? mean=None) -> ()"
 )
 _lib.define(
     "_fused_logp_backward_out(Tensor? grad_logp, Tensor? grad_lse, Tensor logits, Tensor target,"
-    " Tensor? temperature, Tensor lse, int vocab_start, int vocab_size, Tensor(a!) dlogits) -> ()"
+    " Tensor? temperature, Tensor lse, int vocab_start, int vocab_size, Tensor(a!) dlogits,"
+    " Tensor? grad_entropy=None, Tensor? mean=None) -> ()"
 )
 _lib.define(
     "_fused_logp_partial_out(Tensor logits, Tensor target, Tensor? temperature, bool all_rows,"
@@ -87,7 +88,7 @@ _lib.define(
 )
 _lib.define(
     "_fused_logp_combine_out(Tensor states, Tensor target, int vocab_size,"
-    " Tensor(a!) logp, Tensor(b!) lse) -> ()"
+    " Tensor(a!) logp, Tensor(b!) lse, Tensor(c!)? entropy=None, Tensor(d!)? mean=None) -> ()"
 )
 
 _library.load()

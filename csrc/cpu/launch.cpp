@@ -59,7 +59,7 @@ RowState state_of(const ForwardArgs& args, const Row& row, const PartialRow& par
       y[i] = first + i < args.shard.columns ? row.y(first + i) : -kInfinity;
     }
     largest.largest += 0.0f;  // -0 counts as 0
-    term = largest_term(y, largest.largest);
+    term = largest_term<Unweighted>(y, largest.largest);
   }
   if (largest.largest > -kInfinity) {
     largest.group += static_cast<uint32_t>(args.shard.vocab_start / kGroup);
@@ -76,10 +76,10 @@ void finish(const ForwardArgs& args, int64_t index, const Row& row, const Partia
   const int64_t target = args.inputs.target.of(args.shape, index);
   const RowState state = state_of(args, row, part, target);
   if (args.states != nullptr) {
-    args.states[index] = state;
+    static_cast<RowState*>(args.states)[index] = state;
     return;
   }
-  const LogSumExp result = log_sum_exp(state);
+  const LogSumExp result = result_of(state);
   args.lse[index] = is_skipped(args, target) ? 0.0 : result.lse();
   args.logp[index] = is_ignored(target, args.shard.vocab_size) ? 0.0f : result.logp(state.target_y);
 }
@@ -212,9 +212,9 @@ void run_combine(const CombineArgs& args) {
     for (int64_t i = first; i < std::min(first + kRowsEach, rows); ++i) {
       RowState state;
       for (int64_t shard = 0; shard < args.shards; ++shard) {
-        merge(state, args.states[shard * rows + i]);
+        merge(state, static_cast<const RowState*>(args.states)[shard * rows + i]);
       }
-      const LogSumExp result = log_sum_exp(state);
+      const LogSumExp result = result_of(state);
       const bool ignored = is_ignored(args.target.of(args.shape, i), args.vocab_size);
       args.lse[i] = result.lse();
       args.logp[i] = ignored ? 0.0f : logp_of(state, result);

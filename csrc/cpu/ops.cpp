@@ -58,8 +58,9 @@ int64_t set_form(int64_t number) {
 
 void forward_out(
     const Tensor& logits, const Tensor& target, const std::optional<Tensor>& temperature,
-    bool all_rows, Tensor& logp, Tensor& lse) {
-  const auto args = forward_args(logits, target, temperature, all_rows, logp, lse);
+    bool all_rows, Tensor& logp, Tensor& lse, std::optional<Tensor>& entropy,
+    std::optional<Tensor>& mean) {
+  const auto args = forward_args(logits, target, temperature, all_rows, logp, lse, entropy, mean);
   run_forward(form(), dtype_of(logits), args);
 }
 
@@ -72,16 +73,19 @@ void partial_out(
 }
 
 void combine_out(
-    const Tensor& states, const Tensor& target, int64_t vocab_size, Tensor& logp, Tensor& lse) {
-  run_combine(combine_args(states, target, vocab_size, logp, lse));
+    const Tensor& states, const Tensor& target, int64_t vocab_size, Tensor& logp, Tensor& lse,
+    std::optional<Tensor>& entropy, std::optional<Tensor>& mean) {
+  run_combine(combine_args(states, target, vocab_size, logp, lse, entropy, mean));
 }
 
 void backward_out(
     const std::optional<Tensor>& grad_logp, const std::optional<Tensor>& grad_lse,
     const Tensor& logits, const Tensor& target, const std::optional<Tensor>& temperature,
-    const Tensor& lse, int64_t vocab_start, int64_t vocab_size, Tensor& dlogits) {
+    const Tensor& lse, int64_t vocab_start, int64_t vocab_size, Tensor& dlogits,
+    const std::optional<Tensor>& grad_entropy, const std::optional<Tensor>& mean) {
   const auto args = backward_args(
-      grad_logp, grad_lse, logits, target, temperature, lse, vocab_start, vocab_size, dlogits);
+      grad_logp, grad_lse, logits, target, temperature, lse, vocab_start, vocab_size, dlogits,
+      grad_entropy, mean);
   run_backward(form(), dtype_of(logits), args);
 }
 

@@ -30,18 +30,21 @@ cudaError_t launch_backward(Dtype dtype, const BackwardArgs& args, cudaStream_t 
   DeviceLimits limits;
   const cudaError_t error = current_device_limits(limits);
   if (error != cudaSuccess) return error;
-  return dispatch(dtype, args.inputs.temperature != nullptr, [&](auto element, auto temperature) {
+  const auto launch_as = [&](auto element, auto temperature, auto weighted) {
     using Element = decltype(element);
     constexpr bool kTemperature = decltype(temperature)::value;
-    using Many = BackwardTraits<Element, 64, 8, kTemperature, 12>;
-    using Few = BackwardTraits<Element, 64, 2, kTemperature>;
+    constexpr bool kWeighted = decltype(weighted)::value;
+    using Many = BackwardTraits<Element, 64, 8, kTemperature, kWeighted, 12>;
+    using Few = BackwardTraits<Element, 64, 2, kTemperature, kWeighted>;
     const int64_t blocks = args.shape.rows * tiles_per_row<Many>(args);
     BackwardArgs launched = args;
     // Few blocks are short of time, not of bandwidth.
     launched.early = blocks <= 4 * limits.multiprocessors;
     return blocks > 4 * limits.multiprocessors ? launch<Many>(launched, stream)
                                                : launch<Few>(launched, stream);
-  });
+  };
+  const bool weighted = args.grad_entropy != nullptr;
+  return dispatch(dtype, args.inputs.temperature != nullptr, weighted, launch_as);
 }
 
 }  // namespace rl_logp

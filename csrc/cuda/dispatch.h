@@ -11,12 +11,17 @@
 
 namespace rl_logp {
 
-// Calls launch(Element{}, kTemperature) with the type of the logits and, as a std::bool_constant,
-// whether there is a temperature.
+// Calls launch(Element{}, kTemperature, kWeighted) with the type of the logits and, as
+// std::bool_constants, whether there is a temperature, and weights for an entropy.
 template <class Launch>
-cudaError_t dispatch(Dtype dtype, bool temperature, Launch&& launch) {
+cudaError_t dispatch(Dtype dtype, bool temperature, bool weighted, Launch&& launch) {
+  const auto with_temperature = [&](auto element, auto has_temperature) {
+    return weighted ? launch(element, has_temperature, std::true_type{})
+                    : launch(element, has_temperature, std::false_type{});
+  };
   const auto with_element = [&](auto element) {
-    return temperature ? launch(element, std::true_type{}) : launch(element, std::false_type{});
+    return temperature ? with_temperature(element, std::true_type{})
+                       : with_temperature(element, std::false_type{});
   };
   switch (dtype) {
     case Dtype::kBFloat16: return with_element(__nv_bfloat16{});

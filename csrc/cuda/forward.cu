@@ -59,16 +59,19 @@ cudaError_t launch_forward(Dtype dtype, const ForwardArgs& args, cudaStream_t st
   DeviceLimits limits;
   const cudaError_t error = current_device_limits(limits);
   if (error != cudaSuccess) return error;
-  return dispatch(dtype, args.inputs.temperature != nullptr, [&](auto element, auto temperature) {
+  const auto launch_as = [&](auto element, auto temperature, auto weighted) {
     using Element = decltype(element);
     constexpr bool kTemperature = decltype(temperature)::value;
+    using Kind = std::conditional_t<decltype(weighted)::value, Weighted, Unweighted>;
     // As many blocks as can be had without spilling registers.
-    constexpr int kBlocks = 6 - kTemperature - (sizeof(Element) == 4);
-    using Many = ForwardTraits<Element, 4, 4, 1, kTemperature, kBlocks>;
-    using Few = ForwardTraits<Element, 8, 2, 1, kTemperature, 1, true>;
+    constexpr int kBlocks =
+        6 - kTemperature - (sizeof(Element) == 4 || Kind::kWeighted) - Kind::kWeighted;
+    using Many = ForwardTraits<Element, Kind, 4, 4, 1, kTemperature, kBlocks>;
+    using Few = ForwardTraits<Element, Kind, 8, 2, 1, kTemperature, 1, true>;
     if (args.shape.rows > 2 * limits.multiprocessors) return launch<Many>(args, 1, stream);
     return launch<Few>(args, blocks_per_row<Few>(args, limits), stream);
-  });
+  };
+  return dispatch(dtype, args.inputs.temperature != nullptr, args.weighted, launch_as);
 }
 
 }  // namespace rl_logp

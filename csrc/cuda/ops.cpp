@@ -32,9 +32,10 @@ void launch(const Tensor& logits, ForwardArgs args) {
 
 void forward_out(
     const Tensor& logits, const Tensor& target, const std::optional<Tensor>& temperature,
-    bool all_rows, Tensor& logp, Tensor& lse) {
+    bool all_rows, Tensor& logp, Tensor& lse, std::optional<Tensor>& entropy,
+    std::optional<Tensor>& mean) {
   const DeviceGuard guard(logits.get_device_index());
-  launch(logits, forward_args(logits, target, temperature, all_rows, logp, lse));
+  launch(logits, forward_args(logits, target, temperature, all_rows, logp, lse, entropy, mean));
 }
 
 void partial_out(
@@ -46,19 +47,22 @@ void partial_out(
 }
 
 void combine_out(
-    const Tensor& states, const Tensor& target, int64_t vocab_size, Tensor& logp, Tensor& lse) {
+    const Tensor& states, const Tensor& target, int64_t vocab_size, Tensor& logp, Tensor& lse,
+    std::optional<Tensor>& entropy, std::optional<Tensor>& mean) {
   const DeviceGuard guard(states.get_device_index());
-  const auto args = combine_args(states, target, vocab_size, logp, lse);
+  const auto args = combine_args(states, target, vocab_size, logp, lse, entropy, mean);
   STD_CUDA_CHECK(launch_combine(args, current_stream(states)));
 }
 
 void backward_out(
     const std::optional<Tensor>& grad_logp, const std::optional<Tensor>& grad_lse,
     const Tensor& logits, const Tensor& target, const std::optional<Tensor>& temperature,
-    const Tensor& lse, int64_t vocab_start, int64_t vocab_size, Tensor& dlogits) {
+    const Tensor& lse, int64_t vocab_start, int64_t vocab_size, Tensor& dlogits,
+    const std::optional<Tensor>& grad_entropy, const std::optional<Tensor>& mean) {
   const DeviceGuard guard(logits.get_device_index());
   const auto args = backward_args(
-      grad_logp, grad_lse, logits, target, temperature, lse, vocab_start, vocab_size, dlogits);
+      grad_logp, grad_lse, logits, target, temperature, lse, vocab_start, vocab_size, dlogits,
+      grad_entropy, mean);
   STD_CUDA_CHECK(launch_backward(dtype_of(logits), args, current_stream(logits)));
 }
 

@@ -65,7 +65,8 @@ inline rl_logp::RowState finish(const PartialRow& partial, const Row& row, uint3
   const float largest = partial.largest.largest + 0.0f;  // -0 counts as 0
   rl_logp::LargestTerm term;
   if (rl_logp::absolute(largest) < rl_logp::kInfinity) {
-    term = rl_logp::largest_term(group_values(row, partial.largest.group).y, largest);
+    term = rl_logp::largest_term<rl_logp::Unweighted>(
+        group_values(row, partial.largest.group).y, largest);
   }
   return rl_logp::RowState(partial.sum, {largest, partial.largest.group + first_group}, term);
 }
@@ -75,7 +76,7 @@ inline rl_logp::RowState state_of(const Row& row, uint32_t first_group = 0) {
 }
 
 inline rl_logp::LogSumExp log_sum_exp_of(const Row& row) {
-  return rl_logp::log_sum_exp(state_of(row));
+  return rl_logp::result_of(state_of(row));
 }
 
 // The sum of exp(y - largest) over all columns but one that is `largest`, in long double.

@@ -279,7 +279,7 @@ void vocabularies_around_2_to_the_31_and_beyond() {
       host_test::PartialRow row = repeated(group, columns / kGroup);
       const Row last(columns % kGroup, y);
       if (!last.empty()) host_test::add_group(row, last, 0);
-      const LogSumExp actual = log_sum_exp(host_test::finish(row, group, 0));
+      const LogSumExp actual = result_of(host_test::finish(row, group, 0));
       const double expected = std::log(static_cast<double>(columns));
       CHECK(
           std::fabs(actual.log_rest - expected) <= kTermError + columns / kGroup * 0x1p-55,

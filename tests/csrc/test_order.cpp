@@ -76,8 +76,8 @@ void check_same(
   CHECK(
       same_state(actual, expected), "another state: %s, %s, %zu columns", how, kind.name,
       row.size());
-  const LogSumExp a = log_sum_exp(host_test::finish(actual, row, 0));
-  const LogSumExp e = log_sum_exp(host_test::finish(expected, row, 0));
+  const LogSumExp a = result_of(host_test::finish(actual, row, 0));
+  const LogSumExp e = result_of(host_test::finish(expected, row, 0));
   CHECK(
       host_test::same_bits(a.lse(), e.lse()), "lse %a and %a: %s, %s, %zu columns", a.lse(),
       e.lse(), how, kind.name, row.size());
@@ -161,7 +161,7 @@ void shards_of_the_vocabulary() {
 void states_of_shards() {
   Random random;
   for_every_kind(random, 60, [&](const Kind& kind, const Row& row, const PartialRow& whole) {
-    const LogSumExp expected = log_sum_exp(host_test::finish(whole, row, 0));
+    const LogSumExp expected = result_of(host_test::finish(whole, row, 0));
     const size_t target = random.below(row.size());
     std::vector<RowState> states;
     for (size_t start = 0; start < row.size();) {
@@ -177,7 +177,7 @@ void states_of_shards() {
     random.shuffle(states);
     RowState merged;
     for (const RowState& state : states) merge(merged, state);
-    const LogSumExp actual = log_sum_exp(merged);
+    const LogSumExp actual = result_of(merged);
     const size_t columns = row.size();
     CHECK(
         host_test::same_bits(actual.lse(), expected.lse()), "lse %a and %a: %s, %zu columns",

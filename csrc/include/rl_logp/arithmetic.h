@@ -31,6 +31,7 @@ constexpr float kLog2eTail = 1.9259629911266175e-08f;
 constexpr float kTailLn2 = 1.3349758e-08f;  // kLog2eTail * ln(2)
 constexpr double kLog2eDouble = 1.4426950408889634074;
 constexpr double kLog2eDoubleTail = 2.0355273740931033e-17;
+constexpr double kLn2Double = 0.69314718055994530942;
 
 // Adding 1.5 * 2^23 rounds to an integer, which then stands in the low bits of the sum.
 constexpr float kRoundShift = 12582912.0f;
@@ -152,6 +153,15 @@ RL_LOGP_HOST_DEVICE inline float multiply_flushed(float a, float b) {
 
 RL_LOGP_HOST_DEVICE inline double round_to_integer(double value) { return std::rint(value); }
 
+// Halves go to the even one. |value| must be below 2^31.
+RL_LOGP_HOST_DEVICE inline int32_t nearest_integer(float value) {
+#ifdef __CUDA_ARCH__
+  return __float2int_rn(value);
+#else
+  return static_cast<int32_t>(std::rint(value));
+#endif
+}
+
 RL_LOGP_HOST_DEVICE inline double log_1_plus(double value) { return std::log1p(value); }
 
 RL_LOGP_HOST_DEVICE inline double exponential(double value) { return std::exp(value); }
@@ -190,11 +200,12 @@ RL_LOGP_HOST_DEVICE inline float largest_of(const float (&y)[kGroup]) {
 
 // The one tree that a group is summed in: neighbours first. Any contiguous half or quarter of it
 // may be computed elsewhere, and halves may change places.
-RL_LOGP_HOST_DEVICE inline float sum_tree(float (&e)[kGroup]) {
+template <int kCount>
+RL_LOGP_HOST_DEVICE inline float sum_tree(float (&e)[kCount]) {
 #pragma unroll
-  for (int width = 1; width < kGroup; width *= 2) {
+  for (int width = 1; width < kCount; width *= 2) {
 #pragma unroll
-    for (int i = 0; i < kGroup; i += 2 * width) e[i] = add(e[i], e[i + width]);
+    for (int i = 0; i < kCount; i += 2 * width) e[i] = add(e[i], e[i + width]);
   }
   return e[0];
 }

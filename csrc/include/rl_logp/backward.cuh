@@ -1,10 +1,13 @@
 // The backward kernel: one read of the logits and one write of their gradient.
 //
-//     dlogits = (dlogp * (onehot(target) - p) + dlse * p) / temperature,   p = exp(y - lse)
+//     dlogits = (dlogp * (onehot(target) - p) + dlse * p - dentropy * p * (y - E[y])) /
+//     temperature, p = exp(y - lse)
 //
 // Every column stands alone once the row's lse is known, so a thread takes whole 16-byte chunks of
 // the output, wherever the row begins, and a row is cut into as many blocks as suit the machine.
 #pragma once
+
+#include <type_traits>
 
 #include "rl_logp/elements.cuh"
 #include "rl_logp/kernel_args.h"
@@ -12,12 +15,15 @@
 
 namespace rl_logp {
 
-template <class Element_, int kThreads_, int kUnroll_, bool kTemperature_, int kMinBlocks_ = 1>
+template <
+    class Element_, int kThreads_, int kUnroll_, bool kTemperature_, bool kWeighted_,
+    int kMinBlocks_ = 1>
 struct BackwardTraits {
   using Element = Element_;
   static constexpr int kThreads = kThreads_;
   static constexpr int kUnroll = kUnroll_;  // chunks a thread loads at once
   static constexpr bool kTemperature = kTemperature_;
+  static constexpr bool kWeighted = kWeighted_;   // there is an upstream gradient of the entropy
   static constexpr int kMinBlocks = kMinBlocks_;  // on a multiprocessor, which caps registers
   static constexpr int kChunk = kChunkBytes / sizeof(Element);  // columns
   static constexpr int64_t kTileColumns = int64_t{kThreads} * kUnroll * kChunk;
@@ -28,19 +34,30 @@ __device__ __forceinline__ void store_chunk(void* address, const uint32_t (&word
   __stcs(static_cast<uint4*>(address), make_uint4(words[0], words[1], words[2], words[3]));
 }
 
-// One row's gradient: softmax_factor * p, plus target_factor at the target.
+// The upstream gradients of a row.
+struct Upstream {
+  float logp;
+  double lse;
+  float entropy;
+
+  __device__ __forceinline__ bool is_zero() const {
+    return logp == 0.0f && lse == 0.0 && entropy == 0.0f;
+  }
+};
+
+// One row's gradient. The logits and it may be the same memory.
 template <class Traits>
 struct RowGradient {
   using Element = typename Traits::Element;
   using Convert = ElementTraits<Element>;
+  using Softmax = std::conditional_t<Traits::kWeighted, WeightedSoftmax, RowSoftmax>;
   static constexpr int kChunk = Traits::kChunk;
   static constexpr uint32_t kTileChunks = Traits::kThreads * Traits::kUnroll;
 
-  double lse;
+  double lse, mean;
   float temperature;
-  float softmax_factor;   // (dlse - dlogp) / temperature, for the fast arithmetic
-  float dlogp;            // the upstream gradients
-  double dlse;            //
+  Upstream upstream;
+  float softmax_factor, entropy_factor;  // over the temperature, for the fast arithmetic
   int64_t target_column;  // within this shard; negative or past its end if it is elsewhere
   bool zero;              // no upstream gradient: the logits are not read
   const Element* logits;
@@ -63,9 +80,19 @@ struct RowGradient {
     if (!zero && !is_fast()) {
       for (int64_t column = block * Traits::kThreads + threadIdx.x; column < columns;
            column += blocks * Traits::kThreads) {
-        write_column(column);
+        write_column(column, Convert::to_float(logits[column]));
       }
       return;
+    }
+    const int64_t end = begin + static_cast<int64_t>(chunks) * kChunk;
+    // The target's column again, by the thread that writes its chunk, which may overwrite it.
+    bool writes_target = false;
+    float target_logit = 0.0f;
+    if (!zero && target_column >= begin && target_column < end) {
+      const uint32_t chunk = static_cast<uint32_t>((target_column - begin) / kChunk);
+      writes_target =
+          chunk / kTileChunks % blocks == block && chunk % Traits::kThreads == threadIdx.x;
+      if (writes_target) target_logit = Convert::to_float(logits[target_column]);
     }
     for (uint32_t tile = block * kTileChunks; tile < chunks; tile += blocks * kTileChunks) {
       if (zero) {
@@ -76,45 +103,54 @@ struct RowGradient {
         });
       }
     }
-    const int64_t end = begin + static_cast<int64_t>(chunks) * kChunk;
-    // The target's column again, by the thread that wrote its chunk.
-    if (!zero && target_column >= begin && target_column < end) {
-      const uint32_t chunk = static_cast<uint32_t>((target_column - begin) / kChunk);
-      if (chunk / kTileChunks % blocks == block && chunk % Traits::kThreads == threadIdx.x) {
-        write_column(target_column);
-      }
-    }
+    if (writes_target) write_column(target_column, target_logit);
     if (block == blocks - 1) {  // the ends; the last block has the least else to do
       for (int64_t column = threadIdx.x; column < begin && column < columns;
            column += Traits::kThreads) {
-        write_column(column);
+        write_end(column);
       }
       for (int64_t column = end + threadIdx.x; column < columns; column += Traits::kThreads) {
-        write_column(column);
+        write_end(column);
       }
     }
   }
 
  private:
-  __device__ __forceinline__ RowSoftmax softmax() const {
-    return RowSoftmax(lse, softmax_factor, Convert::kFastLse);
+  __device__ __forceinline__ Softmax softmax() const {
+    if constexpr (Traits::kWeighted) {
+      return WeightedSoftmax(lse, mean, softmax_factor, entropy_factor, Convert::kFastLse);
+    } else {
+      return RowSoftmax(lse, softmax_factor, Convert::kFastLse);
+    }
   }
 
   __device__ __forceinline__ bool is_fast() const {
-    return RowSoftmax::is_fast(lse, softmax_factor, Convert::kFastLse) &&
-           (!Traits::kTemperature || Divisor::is_fast(temperature));
+    bool fast = !Traits::kTemperature || Divisor::is_fast(temperature);
+    if constexpr (Traits::kWeighted) {
+      fast =
+          fast && WeightedSoftmax::is_fast(lse, softmax_factor, entropy_factor, Convert::kFastLse);
+    } else {
+      fast = fast && RowSoftmax::is_fast(lse, softmax_factor, Convert::kFastLse);
+    }
+    return fast;
   }
 
-  __device__ __forceinline__ void write_column(int64_t column) const {
+  __device__ __forceinline__ void write_end(int64_t column) const {
+    write_column(column, zero ? 0.0f : Convert::to_float(logits[column]));
+  }
+
+  __device__ __forceinline__ void write_column(int64_t column, float x) const {
     float d = 0.0f;
     if (!zero) {
-      const float x = Convert::to_float(logits[column]);
       const bool is_target = column == target_column;
       if (is_target || !is_fast()) {
+        const float y = Traits::kTemperature ? divide(x, temperature) : x;
         const double divisor = temperature;
-        d = gradient_of_any(
-            Traits::kTemperature ? divide(x, temperature) : x, lse, (dlse - dlogp) / divisor,
-            is_target ? dlogp / divisor : 0.0);
+        double factor = (upstream.lse - upstream.logp) / divisor;
+        if constexpr (Traits::kWeighted) {
+          factor = column_factor(y, factor, -upstream.entropy / divisor, mean);
+        }
+        d = gradient_of_any(y, lse, factor, is_target ? upstream.logp / divisor : 0.0);
       } else if constexpr (Traits::kTemperature) {
         // As in a tile: which columns are the ends of a row depends on where it lies.
         d = softmax().product(fast_y(Divisor(temperature), fmaxf(x, kSmallestDividend)));
@@ -164,7 +200,7 @@ struct RowGradient {
         }
       }
       // What is computed once a row is computed while the copies are under way.
-      const RowSoftmax row_softmax = softmax();
+      const Softmax row_softmax = softmax();
       Divisor divisor;
       if constexpr (Traits::kTemperature) divisor = Divisor(temperature);
       asm volatile("cp.async.wait_all;" ::: "memory");
@@ -194,7 +230,7 @@ struct RowGradient {
   }
 
   static __device__ __forceinline__ void gradient_of(
-      const RowSoftmax& softmax, const Divisor& divisor, uint32_t (&words)[4]) {
+      const Softmax& softmax, const Divisor& divisor, uint32_t (&words)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       float values[Convert::kPerWord];
@@ -238,26 +274,35 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
         static_cast<const Element*>(inputs.logits) + offset_of(shape, row, inputs.logits_strides);
     if (args.early) prefetch_tile<Traits>(logits, args.shard.columns);
     const int64_t target = inputs.target.of(shape, row);
-    float dlogp = 0.0f;
-    double dlse = 0.0;
-    if (args.grad_logp) dlogp = args.grad_logp[offset_of(shape, row, args.grad_logp_strides)];
-    if (args.grad_lse) dlse = args.grad_lse[offset_of(shape, row, args.grad_lse_strides)];
+    Upstream upstream{0.0f, 0.0, 0.0f};
+    if (args.grad_logp) {
+      upstream.logp = args.grad_logp[offset_of(shape, row, args.grad_logp_strides)];
+    }
+    if (args.grad_lse) upstream.lse = args.grad_lse[offset_of(shape, row, args.grad_lse_strides)];
+    double mean = 0.0;
+    if constexpr (Traits::kWeighted) {
+      upstream.entropy = args.grad_entropy[offset_of(shape, row, args.grad_entropy_strides)];
+      mean = args.mean[offset_of(shape, row, args.mean_strides)];
+    }
     const double lse = args.lse[offset_of(shape, row, args.lse_strides)];
-    if (is_ignored(target, args.shard.vocab_size)) dlogp = 0.0f;
+    if (is_ignored(target, args.shard.vocab_size)) upstream.logp = 0.0f;
     float temperature = 1.0f;
-    float softmax_factor = static_cast<float>(dlse - dlogp);
+    float softmax_factor = static_cast<float>(upstream.lse - upstream.logp);
+    float entropy_factor = -upstream.entropy;
     if constexpr (Traits::kTemperature) {
       temperature = inputs.temperature_of(shape, row);
       softmax_factor = divide(softmax_factor, temperature);
+      entropy_factor = divide(entropy_factor, temperature);
     }
     const RowGradient<Traits> gradient{
         lse,
+        mean,
         temperature,
+        upstream,
         softmax_factor,
-        dlogp,
-        dlse,
+        entropy_factor,
         target - args.shard.vocab_start,
-        dlogp == 0.0f && dlse == 0.0,
+        upstream.is_zero(),
         logits,
         static_cast<Element*>(args.dlogits) + offset_of(shape, row, args.dlogits_strides),
         args.shard.columns};

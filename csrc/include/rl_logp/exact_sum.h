@@ -28,6 +28,7 @@ constexpr uint32_t kWideBits = 0x4e000000u;  // of 2^29
 // In a wide sum (|top| >= kWideTop) `top` encodes the largest value and `middle` counts it: the
 // next smaller fp32 value is at least 32 away, and exp(-32) is nothing beside 1.
 struct ExactSum {
+  static constexpr bool kWeighted = false;
   int32_t top = kEmptyTop;
   uint64_t high = 0, middle = 0, low = 0;
 };
@@ -36,12 +37,17 @@ RL_LOGP_HOST_DEVICE inline bool is_wide_top(int32_t top) {
   return top >= kWideTop || top <= -kWideTop;
 }
 
+// By how many bins `top` is above that of the sum; 3 drops all of them.
+RL_LOGP_HOST_DEVICE inline uint32_t bins_above(const ExactSum& sum, int32_t top) {
+  const uint32_t bins = static_cast<uint32_t>(top) - static_cast<uint32_t>(sum.top);
+  return bins != 0 && (is_wide_top(top) || is_wide_top(sum.top)) ? 3 : bins;
+}
+
 // Moves the counters down to make room for a higher bin. Only whole bins are dropped, and what
 // falls below the third bin is dropped whoever holds it, so that the order of additions cannot
 // show.
 RL_LOGP_HOST_DEVICE inline void raise_top(ExactSum& sum, int32_t top) {
-  uint32_t bins = static_cast<uint32_t>(top) - static_cast<uint32_t>(sum.top);
-  if (is_wide_top(top) || is_wide_top(sum.top)) bins = bins == 0 ? 0 : 3;
+  const uint32_t bins = bins_above(sum, top);
   sum.top = top;
   if (bins == 0) return;
   sum.low = bins == 1 ? sum.middle : bins == 2 ? sum.high : 0;
@@ -49,25 +55,37 @@ RL_LOGP_HOST_DEVICE inline void raise_top(ExactSum& sum, int32_t top) {
   sum.high = 0;
 }
 
+// value * 2^exponent of a positive normal value, as pieces of the bins `top` and `top` - 1.
+struct TermPieces {
+  uint32_t mantissa;  // of 24 bits
+  int32_t lowest;     // the place of its last bit
+  int32_t top;
+  uint32_t upper, lower;
+
+  RL_LOGP_HOST_DEVICE RL_LOGP_FORCEINLINE TermPieces(float value, int32_t exponent) {
+    const uint32_t bits = float_bits(value);
+    mantissa = (bits & 0x7fffffu) | 0x800000u;
+    lowest = static_cast<int32_t>(bits >> 23) - 150 + exponent;
+    top = (lowest >> 5) + 1;
+    const uint64_t shifted = static_cast<uint64_t>(mantissa) << (lowest & 31);
+    upper = static_cast<uint32_t>(shifted >> 32);
+    lower = static_cast<uint32_t>(shifted);
+  }
+};
+
 // sum += value * 2^exponent, for a positive normal value.
 RL_LOGP_HOST_DEVICE inline void add_term(ExactSum& sum, float value, int32_t exponent) {
-  const uint32_t bits = float_bits(value);
-  const uint32_t mantissa = (bits & 0x7fffffu) | 0x800000u;
-  const int32_t lowest = static_cast<int32_t>(bits >> 23) - 150 + exponent;  // of the last bit
-  const int32_t top = (lowest >> 5) + 1;
-  const uint64_t shifted = static_cast<uint64_t>(mantissa) << (lowest & 31);
-  const uint32_t upper = static_cast<uint32_t>(shifted >> 32);
-  const uint32_t lower = static_cast<uint32_t>(shifted);
-  if (top > sum.top) raise_top(sum, top);
-  const uint32_t below = static_cast<uint32_t>(sum.top) - static_cast<uint32_t>(top);
+  const TermPieces term(value, exponent);
+  if (term.top > sum.top) raise_top(sum, term.top);
+  const uint32_t below = static_cast<uint32_t>(sum.top) - static_cast<uint32_t>(term.top);
   if (below == 0) {
-    sum.high += upper;
-    sum.middle += lower;
+    sum.high += term.upper;
+    sum.middle += term.lower;
   } else if (below == 1) {
-    sum.middle += upper;
-    sum.low += lower;
+    sum.middle += term.upper;
+    sum.low += term.lower;
   } else if (below == 2) {
-    sum.low += upper;
+    sum.low += term.upper;
   }
 }
 
@@ -89,105 +107,6 @@ RL_LOGP_HOST_DEVICE inline float wide_value(int32_t top) {
   const bool positive = top > 0;
   const uint32_t above = static_cast<uint32_t>(positive ? top - kWideTop : -(top + kWideTop));
   return bits_float((kWideBits + above) | (positive ? 0u : 0x80000000u));
-}
-
-// How a group is scaled whose largest value is within kFastLimit: its columns' powers are summed by
-// the tree, and the sum, corrected, is worth 2^exponent.
-struct FastScale {
-  float rounded;
-  float correction;
-  int32_t exponent;
-
-  RL_LOGP_HOST_DEVICE RL_LOGP_FORCEINLINE explicit FastScale(float largest) {
-    const float shifted = fused_multiply_add(largest, kLog2e, kRoundShift);
-    rounded = subtract(shifted, kRoundShift);
-    // kLog2e is too small by kLog2eTail, which shrinks exp(y) by exp(-y * kLog2eTail * ln2). The
-    // columns that matter are near `largest`, so one correction serves the group.
-    correction = multiply(largest, kTailLn2);
-    exponent = static_cast<int32_t>(float_bits(shifted)) - kRoundShiftBits;
-  }
-
-  RL_LOGP_HOST_DEVICE RL_LOGP_FORCEINLINE float power(float y) const {
-    return exp2_approx(fused_multiply_add(y, kLog2e, -rounded));
-  }
-
-  RL_LOGP_HOST_DEVICE RL_LOGP_FORCEINLINE float corrected(float sum) const {
-    return fused_multiply_add(sum, correction, sum);
-  }
-};
-
-// The same for a largest value beyond kFastLimit and short of kWideLimit, in double.
-struct SlowScale {
-  double rounded;
-  int32_t exponent;
-
-  RL_LOGP_HOST_DEVICE explicit SlowScale(float largest)
-      : rounded(round_to_integer(largest * kLog2eDouble)),
-        exponent(static_cast<int32_t>(rounded)) {}
-
-  RL_LOGP_HOST_DEVICE float power(float y) const {
-    const double scaled = fused_multiply_add(static_cast<double>(y), kLog2eDouble, -rounded);
-    return exp2_approx(static_cast<float>(scaled + y * kLog2eDoubleTail));
-  }
-
-  RL_LOGP_HOST_DEVICE float corrected(float sum) const { return sum; }
-};
-
-// The term of a group beyond the fast range: NaN, infinite, wide, or beyond kFastLimit. Rare, and
-// so a function of its own: its code and its local array stay out of the loops that call it.
-struct GroupValues {
-  float y[kGroup];
-};
-
-RL_LOGP_HOST_DEVICE RL_LOGP_NOINLINE inline ExactSum slow_term(GroupValues group, float largest) {
-  ExactSum term;
-  if (largest != largest) {
-    term.top = kNanTop;
-  } else if (largest == kInfinity) {
-    term.top = kInfTop;
-  } else if (largest >= kWideLimit || largest <= -kWideLimit) {
-    term.top = wide_top(largest);
-    for (int i = 0; i < kGroup; ++i) term.middle += group.y[i] == largest;
-  } else {
-    const SlowScale scale(largest);
-    for (int i = 0; i < kGroup; ++i) group.y[i] = scale.power(group.y[i]);
-    add_term(term, scale.corrected(sum_tree(group.y)), scale.exponent);
-  }
-  return term;
-}
-
-// A group whose largest value is within kFastLimit.
-RL_LOGP_HOST_DEVICE RL_LOGP_FORCEINLINE void add_group_fast(
-    ExactSum& sum, const float (&y)[kGroup], float largest) {
-  const FastScale scale(largest);
-  float e[kGroup];
-#pragma unroll
-  for (int i = 0; i < kGroup; ++i) e[i] = scale.power(y[i]);
-  add_term(sum, scale.corrected(sum_tree(e)), scale.exponent);
-}
-
-// Adds a group of 16 columns, of which `largest` is the largest or NaN if any is NaN. Columns that
-// do not exist are -inf: they add exactly nothing.
-RL_LOGP_HOST_DEVICE RL_LOGP_FORCEINLINE void add_group(
-    ExactSum& sum, const float (&y)[kGroup], float largest) {
-  if (absolute(largest) < kFastLimit) {
-    add_group_fast(sum, y, largest);
-  } else if (largest != -kInfinity) {
-    GroupValues group;
-#pragma unroll
-    for (int i = 0; i < kGroup; ++i) group.y[i] = y[i];
-    merge(sum, slow_term(group, largest));
-  }
-}
-
-// The term of a group that is divided by a temperature beyond what Divisor's shortcuts allow, or is
-// out of the fast range when it is divided.
-RL_LOGP_HOST_DEVICE RL_LOGP_NOINLINE inline ExactSum divided_term(
-    GroupValues group, float temperature) {
-  for (int i = 0; i < kGroup; ++i) group.y[i] = divide(group.y[i], temperature);
-  ExactSum term;
-  add_group(term, group.y, largest_of(group.y));  // NaN where an infinity meets an infinity
-  return term;
 }
 
 // sum -= term, where the term is part of the sum.

@@ -8,7 +8,7 @@
 #include <type_traits>
 
 #include "rl_logp/elements.cuh"
-#include "rl_logp/exact_sum.h"
+#include "rl_logp/group.h"
 #include "rl_logp/kernel_args.h"
 #include "rl_logp/partial_row.cuh"
 #include "rl_logp/tile_stream.cuh"
@@ -66,26 +66,52 @@ __device__ __forceinline__ float largest_of_words(const uint32_t (&words)[Traits
   return Convert::kPerWord == 2 ? larger(m[0], m[1]) : m[0];
 }
 
+template <class Traits>
+__device__ __forceinline__ void unpack_words(
+    const uint32_t (&words)[Traits::kWordsPerGroup], float (&x)[kGroup]) {
+  using Convert = ElementTraits<typename Traits::Element>;
+#pragma unroll
+  for (int i = 0; i < kGroup; i += Convert::kPerWord) {
+    Convert::unpack(words[i / Convert::kPerWord], x + i);
+  }
+}
+
 // Adds the group of 16 columns in `words`, and returns its largest y.
 template <class Traits>
 __device__ __forceinline__ float add_words(
     ExactSum& sum, const uint32_t (&words)[Traits::kWordsPerGroup]) {
-  using Convert = ElementTraits<typename Traits::Element>;
   float y[kGroup];
-#pragma unroll
-  for (int i = 0; i < kGroup; i += Convert::kPerWord) {
-    Convert::unpack(words[i / Convert::kPerWord], y + i);
-  }
+  unpack_words<Traits>(words, y);
   const float largest = largest_of_words<Traits>(words);
   add_group(sum, y, largest);
+  return largest;
+}
+
+template <class Traits>
+__device__ __forceinline__ float add_words(
+    WeightedSum& sum, const uint32_t (&words)[Traits::kWordsPerGroup]) {
+  using Convert = ElementTraits<typename Traits::Element>;
+  const float largest = largest_of_words<Traits>(words);
+  if (absolute(largest) < kFastLimit) {
+    uint32_t finite[Traits::kWordsPerGroup];  // times a power of 0, which -inf can't be
+#pragma unroll
+    for (int i = 0; i < Traits::kWordsPerGroup; ++i) finite[i] = Convert::clamped_word(words[i]);
+    float y[kGroup];
+    unpack_words<Traits>(finite, y);
+    add_group_fast(sum, y, largest);
+  } else if (largest != -kInfinity) {
+    GroupValues group;
+    unpack_words<Traits>(words, group.y);
+    merge(sum, slow_term<WeightedSum>(group, largest));
+  }
   return largest;
 }
 
 // The same of columns that are divided by a temperature first.
 template <class Traits>
 __device__ __forceinline__ float add_divided_words(
-    ExactSum& sum, const uint32_t (&words)[Traits::kWordsPerGroup], const Divisor& divisor,
-    bool near_is_exact) {
+    typename Traits::Kind::Sum& sum, const uint32_t (&words)[Traits::kWordsPerGroup],
+    const Divisor& divisor, bool near_is_exact) {
   using Convert = ElementTraits<typename Traits::Element>;
   const float largest = largest_of_words<Traits>(words);
   // Division by a positive number keeps the order. What is not finite stays so, or becomes NaN.
@@ -110,11 +136,8 @@ __device__ __forceinline__ float add_divided_words(
   }
   if (divisor.fast && largest == -kInfinity) return largest;
   GroupValues group;
-#pragma unroll
-  for (int i = 0; i < kGroup; i += Convert::kPerWord) {
-    Convert::unpack(words[i / Convert::kPerWord], group.y + i);
-  }
-  merge(sum, divided_term(group, divisor.value));
+  unpack_words<Traits>(words, group.y);
+  merge(sum, divided_term<typename Traits::Kind::Sum>(group, divisor.value));
   return divide_rarely(largest, divisor.value);
 }
 
@@ -128,12 +151,12 @@ __device__ __forceinline__ float logit_of(const Shard& shard, const Element* row
 // One warp's part of a row's sum. Of few rows, copies start before `skip`, which waits for the
 // target, is known.
 template <class Traits, int kShift>
-__device__ __forceinline__ PartialRow sum_of_tiles(
+__device__ __forceinline__ PartialRow<typename Traits::Kind> sum_of_tiles(
     uint4* stages, const typename Traits::Element* row, const Shard& shard, int first, int step,
     bool skip, int64_t target, const Divisor& divisor, float& target_logit) {
   const int64_t columns = shard.columns;
   TileStream<Traits, kShift> tiles(stages, row, columns, first, step);
-  PartialRow partial;
+  PartialRow<typename Traits::Kind> partial;
   if (Traits::kFewRows) {
     tiles.start();
   } else {
@@ -188,9 +211,10 @@ template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, kBlocksAtOnce<Traits>)
     forward_kernel(const __grid_constant__ ForwardArgs args) {
   using Element = typename Traits::Element;
+  using Kind = typename Traits::Kind;
   __shared__ uint4 stages[Traits::kWarps][Traits::kStages * Traits::kStageChunks];
   // Of all blocks, in the first of them.
-  __shared__ PartialRow partial[Traits::kMaxBlocks * Traits::kWarps];
+  __shared__ PartialRow<Kind> partial[Traits::kMaxBlocks * Traits::kWarps];
   __shared__ Target row_target;
   const RowBlocks blocks;
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
@@ -204,10 +228,10 @@ __global__ void __launch_bounds__(Traits::kThreads, kBlocksAtOnce<Traits>)
     if constexpr (Traits::kTemperature) {
       divisor = Divisor(args.inputs.temperature_of(args.shape, row));
     }
-    PartialRow part;
+    PartialRow<Kind> part;
     float target_logit = 0.0f;
     if (Traits::kFewRows && warp == Traits::kWarps) {
-      rehearse_finish<Element, Traits::kTemperature>();
+      rehearse_finish<Element, Kind, Traits::kTemperature>();
       target_logit = logit_of(args.shard, logits, target);
     } else {
       with_constant<Traits::kElementsPerChunk>(misalignment_of(logits), [&](auto shift) {
@@ -224,13 +248,13 @@ __global__ void __launch_bounds__(Traits::kThreads, kBlocksAtOnce<Traits>)
     if (threadIdx.x == Traits::kThreads - kWarpSize) row_target = {target, target_logit};
     blocks.sync();
     if (blocks.rank == 0 && warp == 0) {
-      PartialRow total;
+      PartialRow<Kind> total;
 #pragma unroll 1
       for (int i = lane; i < blocks.count * Traits::kWarps; i += kWarpSize) {
         merge(total, partial[i]);
       }
       total = warp_row(total);
-      const FinishedRow finished = finish_row<Element, Traits::kTemperature>(
+      const auto finished = finish_row<Element, Kind, Traits::kTemperature>(
           total, logits, args.shard.columns, divisor.value);
       Target finished_target = row_target;
       if constexpr (Traits::kTemperature) {

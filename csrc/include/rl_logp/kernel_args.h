@@ -52,22 +52,29 @@ struct ForwardArgs {
   RowShape shape;
   Shard shard;
   RowInputs inputs;
-  bool all_rows;     // otherwise ignored rows are not read, and their lse is 0
-  int passes;        // over the rows, by alignment (row_in_order)
-  float* logp;       // contiguous, as lse is
-  double* lse;       //
-  RowState* states;  // contiguous; where given, it is written, and logp and lse are not
+  bool all_rows;  // otherwise ignored rows are not read, and their lse is 0
+  int passes;     // over the rows, by alignment (row_in_order)
+  bool weighted;  // entropy and mean are wanted, or WeightedRowState
+  // Contiguous. Where states are given, they are written, and the others are not.
+  float* logp;
+  double* lse;
+  float* entropy;
+  double* mean;  // E[y]
+  void* states;  // RowState or WeightedRowState
 };
 
 // From the states of a row's shards to its logp and lse.
 struct CombineArgs {
   RowShape shape;
-  const RowState* states;  // [shards, rows], contiguous
+  bool weighted;
+  const void* states;  // RowState or WeightedRowState [shards, rows], contiguous
   int64_t shards;
   int64_t vocab_size;
   Targets target;
-  float* logp;  // contiguous, as lse is
+  float* logp;  // contiguous, as the others are
   double* lse;
+  float* entropy;  // where weighted
+  double* mean;    //
 };
 
 struct BackwardArgs {
@@ -81,6 +88,10 @@ struct BackwardArgs {
   RowStrides grad_logp_strides;
   const double* grad_lse;  // null: 0
   RowStrides grad_lse_strides;
+  const float* grad_entropy;  // null: 0
+  RowStrides grad_entropy_strides;
+  const double* mean;  // where there is a grad_entropy
+  RowStrides mean_strides;
   void* dlogits;
   RowStrides dlogits_strides;
 };

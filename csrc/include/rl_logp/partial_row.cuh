@@ -3,6 +3,8 @@
 
 #include <cooperative_groups.h>
 
+#include <type_traits>
+
 #include "rl_logp/elements.cuh"
 #include "rl_logp/kernel_args.h"
 #include "rl_logp/row_state.h"
@@ -13,8 +15,9 @@ namespace rl_logp {
 
 constexpr unsigned kFullWarp = 0xffffffffu;
 
+template <class Kind>
 struct PartialRow {
-  ExactSum sum;
+  typename Kind::Sum sum;
   LargestGroup largest;
 };
 
@@ -66,21 +69,34 @@ struct RowBlocks {
 #endif
 };
 
-__device__ __forceinline__ void merge(PartialRow& row, const PartialRow& other) {
+template <class Kind>
+__device__ __forceinline__ void merge(PartialRow<Kind>& row, const PartialRow<Kind>& other) {
   merge(row.sum, other.sum);
   if (is_before(other.largest, row.largest)) row.largest = other.largest;
 }
 
-// The row of all lanes, in all lanes. A function of its own: a row calls it twice, and the second
-// call finds its instructions there.
-__device__ __noinline__ PartialRow warp_row(PartialRow row) {
-  ExactSum& sum = row.sum;
-  raise_top(sum, __reduce_max_sync(kFullWarp, sum.top));
+template <class Integer>
+__device__ __forceinline__ Integer warp_sum(Integer value) {
 #pragma unroll
   for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
-    sum.high += __shfl_xor_sync(kFullWarp, sum.high, offset);
-    sum.middle += __shfl_xor_sync(kFullWarp, sum.middle, offset);
-    sum.low += __shfl_xor_sync(kFullWarp, sum.low, offset);
+    value += __shfl_xor_sync(kFullWarp, value, offset);
+  }
+  return value;
+}
+
+// The row of all lanes, in all lanes. A function of its own: a row calls it twice, and the second
+// call finds its instructions there.
+template <class Kind>
+__device__ __noinline__ PartialRow<Kind> warp_row(PartialRow<Kind> row) {
+  auto& sum = row.sum;
+  raise_top(sum, __reduce_max_sync(kFullWarp, sum.top));
+  sum.high = warp_sum(sum.high);
+  sum.middle = warp_sum(sum.middle);
+  sum.low = warp_sum(sum.low);
+  if constexpr (Kind::kWeighted) {
+    sum.weighted_high = warp_sum(sum.weighted_high);
+    sum.weighted_middle = warp_sum(sum.weighted_middle);
+    sum.weighted_low = warp_sum(sum.weighted_low);
   }
   // A float that is at least -inf, as an integer of the same order.
   const int32_t bits = static_cast<int32_t>(float_bits(row.largest.largest));
@@ -92,41 +108,67 @@ __device__ __noinline__ PartialRow warp_row(PartialRow row) {
   return row;
 }
 
-// As largest_term: the first 16 lanes hold the group's columns, and the other 16 as well.
-template <class Scale>
-__device__ __forceinline__ void set_term(LargestTerm& term, float y, const Scale& scale) {
-  float sum = scale.power(y);
+// As group_term, of columns that may be -inf: the first 16 lanes hold them, the other 16 as well.
+template <bool kWeighted, class Scale>
+__device__ __forceinline__ GroupTerm warp_group_term(float y, const Scale& scale) {
+  float argument = scale.argument(y);
+  if constexpr (kWeighted) argument = fmaxf(argument, kSmallestArgument);
+  const float power = exp2_approx(argument);
+  float sum = power;
 #pragma unroll
   for (int width = 1; width < kGroup; width *= 2) {  // sum_tree, neighbours first
     sum = add(sum, __shfl_xor_sync(kFullWarp, sum, width));
   }
-  term.value = scale.corrected(sum);
-  term.exponent = scale.exponent;
+  GroupTerm term{scale.corrected(sum), scale.exponent};
+  if constexpr (kWeighted) {
+    const int even = threadIdx.x % kWarpSize & ~1;
+    float weight = weight_of_two(
+        __shfl_sync(kFullWarp, power, even), __shfl_sync(kFullWarp, argument, even),
+        __shfl_sync(kFullWarp, power, even + 1), __shfl_sync(kFullWarp, argument, even + 1));
+#pragma unroll
+    for (int width = 2; width < kGroup; width *= 2) {
+      weight = add(weight, __shfl_xor_sync(kFullWarp, weight, width));
+    }
+    term.weight = scale.corrected_weight(sum, weight);
+  }
+  return term;
 }
 
-__device__ __forceinline__ LargestTerm warp_term(float y, float largest) {
-  LargestTerm term;
+// As largest_term, but for what is in double.
+template <class Kind>
+__device__ __forceinline__ typename Kind::Term warp_term(float y, float largest) {
+  typename Kind::Term term;
   if (absolute(largest) < kFastLimit) {
-    set_term(term, y, FastScale(largest));
+    set_term(term, warp_group_term<Kind::kWeighted>(y, FastScale(largest)));
   } else if (absolute(largest) < kWideLimit) {
-    set_term(term, y, SlowScale(largest));
+    set_term(term, warp_group_term<Kind::kWeighted>(y, SlowScale(largest)));
   } else {
     term.value = __popc(__ballot_sync(kFullWarp, y == largest) & 0xffffu);
   }
   return term;
 }
 
+// The sum of 16 lanes, as sum_halves has it.
+__device__ __forceinline__ double half_warp_sum(double value) {
+#pragma unroll
+  for (int offset = kGroup / 2; offset > 0; offset /= 2) {
+    value += __shfl_xor_sync(kFullWarp, value, offset);
+  }
+  return value;
+}
+
+template <class Kind>
 struct FinishedRow {
-  LogSumExp result;
-  LargestTerm term;
+  RowResult result;
+  typename Kind::Term term;
 };
 
 // Finishes a row whose parts the lanes of one warp hold. The largest group is read again, for
 // double precision: the first 16 lanes hold its columns, the next one holds the rest of the row. A
 // function of its own, so that it can be rehearsed.
-template <class Element, bool kTemperature>
-__device__ __noinline__ FinishedRow
-finish_row(PartialRow row, const Element* logits, int64_t columns, float temperature) {
+template <class Element, class Kind, bool kTemperature>
+__device__ __noinline__ FinishedRow<Kind> finish_row(
+    PartialRow<Kind> row, const Element* logits, int64_t columns, float temperature) {
   const int lane = threadIdx.x % kWarpSize;
   const float largest = row.largest.largest;
   const int64_t column = static_cast<int64_t>(row.largest.group) * kGroup + lane;
@@ -137,11 +179,11 @@ finish_row(PartialRow row, const Element* logits, int64_t columns, float tempera
   }
   const int at = __ffs(__ballot_sync(kFullWarp, y == largest)) - 1;
   const bool finite = absolute(largest) < kInfinity;
-  LargestTerm term;
-  ExactSum rest = row.sum;
+  typename Kind::Term term;
+  typename Kind::Sum rest = row.sum;
   if (finite) {
-    term = warp_term(__shfl_sync(kFullWarp, y, lane % kGroup), largest);
-    subtract_term(rest, sum_of(term, largest));
+    term = warp_term<Kind>(__shfl_sync(kFullWarp, y, lane % kGroup), largest);
+    subtract_term(rest, sum_of<typename Kind::Sum>(term, largest));
   }
   const RelativeRest relative_rest(rest, largest);
   double scaled = lane == at ? 0.0 : 1.0;
@@ -150,25 +192,34 @@ finish_row(PartialRow row, const Element* logits, int64_t columns, float tempera
     scaled = relative_rest.scaled;
     exponent = relative_rest.exponent;
   }
-  const double power = multiply(scaled, exp_base_2(exponent));
-  double others = power;
-#pragma unroll
-  for (int offset = kGroup / 2; offset > 0; offset /= 2) {
-    others += __shfl_xor_sync(kFullWarp, others, offset);
+  const double power = exp_base_2(exponent);
+  const double share = multiply(scaled, power);
+  const double others = half_warp_sum(share);
+  const double relative = __shfl_sync(kFullWarp, share, kGroup);
+  double below = 0.0;
+  if constexpr (Kind::kWeighted) {
+    double weighted = weighted_power(share, y, largest);
+    if (lane == kGroup) weighted = multiply(relative_rest.weighted(rest), power);
+    const double weighted_others = half_warp_sum(weighted);
+    if (finite) term.weighted_others = weighted_others;
+    below =
+        (weighted_others + __shfl_sync(kFullWarp, weighted, kGroup)) / (1.0 + (others + relative));
   }
   if (finite) term.others = others;
-  return {log_sum_exp(rest, largest, others, __shfl_sync(kFullWarp, power, kGroup)), term};
+  return {{log_sum_exp(rest, largest, others, relative), below}, term};
 }
 
 // Runs it on a row of nothing. A cold launch waits for its instructions as long as for its
 // data; a warp with nothing else to do brings those of the end while the others are at the start.
-template <class Element, bool kTemperature>
+template <class Element, class Kind, bool kTemperature>
 __device__ __forceinline__ void rehearse_finish() {
-  PartialRow nothing;
+  PartialRow<Kind> nothing;
   nothing.sum.top = 0;
   nothing.largest = {0.0f, 0};
-  const auto row = finish_row<Element, kTemperature>(warp_row(nothing), nullptr, 0, 1.0f);
-  asm volatile("" ::"d"(row.result.largest), "d"(row.result.log_rest), "d"(row.term.others));
+  const auto row = finish_row<Element, Kind, kTemperature>(warp_row(nothing), nullptr, 0, 1.0f);
+  asm volatile(
+      "" ::"d"(row.result.largest), "d"(row.result.log_rest), "d"(row.result.below),
+      "d"(row.term.others));
 }
 
 __device__ __forceinline__ bool is_skipped(const ForwardArgs& args, int64_t target) {
@@ -180,22 +231,28 @@ struct Target {
   float y;
 };
 
+template <class Kind>
 __device__ __forceinline__ void write_row(
-    const ForwardArgs& args, int64_t row, const Target& target, const PartialRow& total,
-    const FinishedRow& finished) {
+    const ForwardArgs& args, int64_t row, const Target& target, const PartialRow<Kind>& total,
+    const FinishedRow<Kind>& finished) {
   if (args.states != nullptr) {
-    RowState state(total.sum, total.largest, finished.term);
+    using State = std::conditional_t<Kind::kWeighted, WeightedRowState, RowState>;
+    State state(total.sum, total.largest, finished.term);
     if (total.largest.largest > -kInfinity) {
       state.group += static_cast<uint32_t>(args.shard.vocab_start / kGroup);
     }
     state.has_target = has_column(args.shard, target.column);
     state.target_y = state.has_target ? target.y : 0.0f;
-    args.states[row] = state;
+    static_cast<State*>(args.states)[row] = state;
     return;
   }
   const bool ignored = is_ignored(target.column, args.shard.vocab_size);
   args.lse[row] = is_skipped(args, target.column) ? 0.0 : finished.result.lse();
   args.logp[row] = ignored ? 0.0f : finished.result.logp(target.y);
+  if constexpr (Kind::kWeighted) {
+    args.entropy[row] = finished.result.entropy();
+    args.mean[row] = finished.result.mean();
+  }
 }
 
 }  // namespace rl_logp

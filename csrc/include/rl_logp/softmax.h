@@ -74,4 +74,53 @@ struct RowSoftmax {
   }
 };
 
+// The gradient of an entropy is -p * (y - E[y]), so that a row's gradient towards y is
+//     p * (softmax_factor + entropy_factor * (y - mean)),
+// plus the target's share at the target. The factor of one column, in double; y may be -inf.
+RL_LOGP_HOST_DEVICE inline double column_factor(
+    float y, double softmax_factor, double entropy_factor, double mean) {
+  const double finite_y = std::fmax(y, -3.4028234663852886e38f);  // times a softmax of 0
+  return fused_multiply_add(entropy_factor, finite_y - mean, softmax_factor);
+}
+
+// The same, prepared for many columns: a power of two near the larger factor is taken out of both
+// and goes into RowSoftmax.
+struct WeightedSoftmax {
+  RowSoftmax softmax;
+  float mean;   // rounded
+  float slope;  // entropy_factor
+  float base;   // softmax_factor, with what `mean` was rounded by
+
+  // What goes into RowSoftmax. Without an entropy_factor, all: the bits are those of RowSoftmax.
+  static RL_LOGP_HOST_DEVICE RL_LOGP_FORCEINLINE float factor_of(
+      float softmax_factor, float entropy_factor) {
+    if (entropy_factor == 0) return softmax_factor;
+    const float size = larger(absolute(softmax_factor), absolute(entropy_factor));
+    return bits_float(float_bits(size) & 0x7f800000u);
+  }
+
+  static RL_LOGP_HOST_DEVICE RL_LOGP_FORCEINLINE bool is_fast(
+      double lse, float softmax_factor, float entropy_factor, double lse_limit) {
+    return RowSoftmax::is_fast(lse, factor_of(softmax_factor, entropy_factor), lse_limit);
+  }
+
+  RL_LOGP_HOST_DEVICE WeightedSoftmax(
+      double lse, double row_mean, float softmax_factor, float entropy_factor, double lse_limit)
+      : softmax(lse, factor_of(softmax_factor, entropy_factor), lse_limit),
+        mean(static_cast<float>(row_mean)),
+        slope(0.0f),
+        base(1.0f) {
+    if (entropy_factor == 0) return;
+    const float inverse = bits_float(0x7f000000u - float_bits(softmax.factor));
+    slope = multiply(entropy_factor, inverse);
+    base = fused_multiply_add(
+        -slope, static_cast<float>(row_mean - mean), multiply(softmax_factor, inverse));
+  }
+
+  // y must be at least kSmallestFast.
+  RL_LOGP_HOST_DEVICE RL_LOGP_FORCEINLINE float product(float y) const {
+    return multiply(softmax.product(y), fused_multiply_add(slope, subtract(y, mean), base));
+  }
+};
+
 }  // namespace rl_logp

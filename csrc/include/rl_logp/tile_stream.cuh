@@ -10,10 +10,11 @@ namespace rl_logp {
 constexpr int kWarpSize = 32;
 
 template <
-    class Element_, int kWarps_, int kStages_, int kGroupsPerLane_, bool kTemperature_,
+    class Element_, class Kind_, int kWarps_, int kStages_, int kGroupsPerLane_, bool kTemperature_,
     int kMinBlocks_ = 1, bool kFewRows_ = false>
 struct ForwardTraits {
   using Element = Element_;
+  using Kind = Kind_;  // Unweighted, or Weighted for an entropy
   static constexpr int kWarps = kWarps_;
   static constexpr int kStages = kStages_;                // tiles in flight a warp
   static constexpr int kGroupsPerLane = kGroupsPerLane_;  // of a tile

@@ -2,6 +2,8 @@
 // vectors. The forms have the same bits.
 #pragma once
 
+#include <type_traits>
+
 #include "rl_logp/dtype.h"
 #include "rl_logp/row_state.h"
 #include "rl_logp/rows.h"
@@ -10,8 +12,9 @@
 namespace rl_logp {
 
 // What some of a row's columns add to it.
+template <class Kind>
 struct PartialRow {
-  ExactSum sum;
+  typename Kind::Sum sum;
   LargestGroup largest;
 };
 
@@ -22,15 +25,29 @@ struct Columns {
   float temperature;
 };
 
-using SumColumns = void (*)(const Columns& columns, PartialRow& row);
-using WriteGradient = void (*)(const Columns& columns, const RowSoftmax& softmax, void* dlogits);
+// The loops for one dtype, without and with a temperature.
+template <class Kind>
+struct Loops {
+  using Softmax = std::conditional_t<Kind::kWeighted, WeightedSoftmax, RowSoftmax>;
 
-// For each dtype, without and with a temperature.
+  void (*sum_columns[2])(const Columns& columns, PartialRow<Kind>& row);
+  // Of a row whose softmax is fast; the target's column is like any other.
+  void (*write_gradient[2])(const Columns& columns, const Softmax& softmax, void* dlogits);
+};
+
 struct Form {
   const char* name;
-  SumColumns sum_columns[3][2];
-  // Of a row that is fast (RowSoftmax); the target's column is like any other.
-  WriteGradient write_gradient[3][2];
+  Loops<Unweighted> unweighted[3];  // by Dtype
+  Loops<Weighted> weighted[3];
+
+  template <class Kind>
+  const Loops<Kind>& loops(Dtype dtype) const {
+    if constexpr (Kind::kWeighted) {
+      return weighted[static_cast<int>(dtype)];
+    } else {
+      return unweighted[static_cast<int>(dtype)];
+    }
+  }
 };
 
 // From the least demanding to the fastest; null where the compiler, or the processor's kind, has no

@@ -49,9 +49,13 @@ bool is_skipped(const ForwardArgs& args, int64_t target) {
   return !args.all_rows && is_ignored(target, args.shard.vocab_size);
 }
 
-RowState state_of(const ForwardArgs& args, const Row& row, const PartialRow& part, int64_t target) {
+template <class State>
+State state_of(
+    const ForwardArgs& args, const Row& row, const PartialRow<typename State::Kind>& part,
+    int64_t target) {
+  using Kind = typename State::Kind;
   LargestGroup largest = part.largest;
-  LargestTerm term;
+  typename Kind::Term term;
   if (absolute(largest.largest) < kInfinity) {
     float y[kGroup];
     const int64_t first = static_cast<int64_t>(largest.group) * kGroup;
@@ -59,12 +63,12 @@ RowState state_of(const ForwardArgs& args, const Row& row, const PartialRow& par
       y[i] = first + i < args.shard.columns ? row.y(first + i) : -kInfinity;
     }
     largest.largest += 0.0f;  // -0 counts as 0
-    term = largest_term<Unweighted>(y, largest.largest);
+    term = largest_term<Kind>(y, largest.largest);
   }
   if (largest.largest > -kInfinity) {
     largest.group += static_cast<uint32_t>(args.shard.vocab_start / kGroup);
   }
-  RowState state(part.sum, largest, term);
+  State state(part.sum, largest, term);
   if (has_column(args.shard, target)) {
     state.has_target = 1;
     state.target_y = row.y(target - args.shard.vocab_start);
@@ -72,25 +76,36 @@ RowState state_of(const ForwardArgs& args, const Row& row, const PartialRow& par
   return state;
 }
 
-void finish(const ForwardArgs& args, int64_t index, const Row& row, const PartialRow& part) {
+template <class State>
+void finish(
+    const ForwardArgs& args, int64_t index, const Row& row,
+    const PartialRow<typename State::Kind>& part) {
   const int64_t target = args.inputs.target.of(args.shape, index);
-  const RowState state = state_of(args, row, part, target);
+  const auto state = state_of<State>(args, row, part, target);
   if (args.states != nullptr) {
-    static_cast<RowState*>(args.states)[index] = state;
+    static_cast<State*>(args.states)[index] = state;
     return;
   }
-  const LogSumExp result = result_of(state);
-  args.lse[index] = is_skipped(args, target) ? 0.0 : result.lse();
+  const RowResult result = result_of(state);
+  const bool skipped = is_skipped(args, target);
+  args.lse[index] = skipped ? 0.0 : result.lse();
   args.logp[index] = is_ignored(target, args.shard.vocab_size) ? 0.0f : result.logp(state.target_y);
+  if constexpr (State::Kind::kWeighted) {
+    args.entropy[index] = skipped ? 0.0f : result.entropy();
+    args.mean[index] = skipped ? 0.0 : result.mean();
+  }
 }
+
+bool is_fast(const RowSoftmax& softmax) { return softmax.fast; }
+bool is_fast(const WeightedSoftmax& weighted) { return weighted.softmax.fast; }
 
 // A row's gradient, in columns that any thread may write.
 struct RowGradient {
   Row row;
   int64_t columns;
   bool zero;
-  double softmax_factor, target_factor;
-  RowSoftmax softmax;
+  double softmax_factor, entropy_factor, target_factor;
+  double lse, mean;
   int64_t target_column;  // within this shard; negative or past its end if it is elsewhere
   char* dlogits;
 
@@ -99,20 +114,25 @@ struct RowGradient {
     const Row row(dtype, args.inputs, shape, index);
     const int64_t target = args.inputs.target.of(shape, index);
     float dlogp = 0.0f;
-    double dlse = 0.0;
+    double dlse = 0.0, mean = 0.0;
+    float dentropy = 0.0f;
     if (args.grad_logp) dlogp = args.grad_logp[offset_of(shape, index, args.grad_logp_strides)];
     if (args.grad_lse) dlse = args.grad_lse[offset_of(shape, index, args.grad_lse_strides)];
+    if (args.grad_entropy) {
+      dentropy = args.grad_entropy[offset_of(shape, index, args.grad_entropy_strides)];
+      mean = args.mean[offset_of(shape, index, args.mean_strides)];
+    }
     if (is_ignored(target, args.shard.vocab_size)) dlogp = 0.0f;
     const double temperature = row.temperature;  // 1 where there is none
-    const double softmax_factor = (dlse - dlogp) / temperature;
-    const double lse = args.lse[offset_of(shape, index, args.lse_strides)];
     return {
         row,
         args.shard.columns,
-        dlogp == 0.0f && dlse == 0.0,
-        softmax_factor,
+        dlogp == 0.0f && dlse == 0.0 && dentropy == 0.0f,
+        (dlse - dlogp) / temperature,
+        -dentropy / temperature,
         dlogp / temperature,
-        RowSoftmax(lse, static_cast<float>(softmax_factor), kFastLse),
+        args.lse[offset_of(shape, index, args.lse_strides)],
+        mean,
         is_ignored(target, args.shard.vocab_size) ? -1 : target - args.shard.vocab_start,
         static_cast<char*>(args.dlogits) +
             offset_of(shape, index, args.dlogits_strides) * kElementBytes[static_cast<int>(dtype)]};
@@ -122,6 +142,28 @@ struct RowGradient {
     with_element(row.dtype, [&](auto element) {
       from_float(value, reinterpret_cast<decltype(element)*>(dlogits)[column]);
     });
+  }
+
+  // One column's, in double: plus `added`, which is the target's share where it is the target's.
+  float gradient_at(float y, double added) const {
+    const double factor = entropy_factor == 0
+                              ? softmax_factor
+                              : column_factor(y, softmax_factor, entropy_factor, mean);
+    return gradient_of_any(y, lse, factor, added);
+  }
+
+  template <class Kind>
+  void write_columns(
+      const Form& form, int64_t begin, int64_t end,
+      const typename Loops<Kind>::Softmax& softmax) const {
+    if (is_fast(softmax)) {
+      form.loops<Kind>(row.dtype).write_gradient[row.divides](
+          {row.logits, begin, end, row.temperature}, softmax, dlogits);
+    } else {
+      for (int64_t column = begin; column < end; ++column) {
+        set(column, gradient_at(row.y(column), 0.0));
+      }
+    }
   }
 
   void write(const Form& form, int64_t begin, int64_t end) const {
@@ -135,31 +177,29 @@ struct RowGradient {
     // Read before its piece is written: dlogits may be the logits themselves.
     const bool has_target = target_column >= begin && target_column < end;
     const float target_y = has_target ? row.y(target_column) : 0.0f;
-    if (softmax.fast) {
-      form.write_gradient[dtype][row.divides](
-          {row.logits, begin, end, row.temperature}, softmax, dlogits);
+    const float factor = static_cast<float>(softmax_factor);
+    if (entropy_factor == 0) {
+      write_columns<Unweighted>(form, begin, end, RowSoftmax(lse, factor, kFastLse));
     } else {
-      for (int64_t column = begin; column < end; ++column) {
-        set(column, gradient_of_any(row.y(column), softmax.lse, softmax_factor, 0.0));
-      }
+      const float of_entropy = static_cast<float>(entropy_factor);
+      const WeightedSoftmax softmax(lse, mean, factor, of_entropy, kFastLse);
+      write_columns<Weighted>(form, begin, end, softmax);
     }
-    if (has_target) {
-      set(target_column, gradient_of_any(target_y, softmax.lse, softmax_factor, target_factor));
-    }
+    if (has_target) set(target_column, gradient_at(target_y, target_factor));
   }
 };
 
-}  // namespace
-
-void run_forward(const Form& form, Dtype dtype, const ForwardArgs& args) {
+template <class State>
+void run_forward_of(const Form& form, Dtype dtype, const ForwardArgs& args) {
+  using Kind = typename State::Kind;
   const RowShape& shape = args.shape;
   const int64_t rows = shape.rows, columns = args.shard.columns;
   const Pieces pieces(rows, columns, thread_count());
-  const auto sum = [&](int64_t index, int64_t begin, PartialRow& part) {
+  const auto sum = [&](int64_t index, int64_t begin, PartialRow<Kind>& part) {
     const Row row(dtype, args.inputs, shape, index);
     const int64_t end = std::min(begin + pieces.columns_each, columns);
     if (!is_skipped(args, args.inputs.target.of(shape, index))) {
-      form.sum_columns[static_cast<int>(dtype)][row.divides](
+      form.loops<Kind>(dtype).sum_columns[row.divides](
           {row.logits, begin, end, row.temperature}, part);
     }
     return row;
@@ -168,26 +208,58 @@ void run_forward(const Form& form, Dtype dtype, const ForwardArgs& args) {
     run_tasks(pieces.count, [&](int64_t piece) {
       const int64_t first = piece * pieces.rows_each;
       for (int64_t i = first; i < std::min(first + pieces.rows_each, rows); ++i) {
-        PartialRow part;
-        finish(args, i, sum(i, 0, part), part);
+        PartialRow<Kind> part;
+        finish<State>(args, i, sum(i, 0, part), part);
       }
     });
     return;
   }
-  std::vector<PartialRow> parts(static_cast<size_t>(pieces.count));
+  std::vector<PartialRow<Kind>> parts(static_cast<size_t>(pieces.count));
   run_tasks(pieces.count, [&](int64_t piece) {
     sum(piece / pieces.pieces_each, piece % pieces.pieces_each * pieces.columns_each,
         parts[static_cast<size_t>(piece)]);
   });
   [[maybe_unused]] const IeeeArithmetic arithmetic;
   for (int64_t i = 0; i < rows; ++i) {
-    PartialRow total;
+    PartialRow<Kind> total;
     for (int64_t piece = i * pieces.pieces_each; piece < (i + 1) * pieces.pieces_each; ++piece) {
-      const PartialRow& part = parts[static_cast<size_t>(piece)];
+      const PartialRow<Kind>& part = parts[static_cast<size_t>(piece)];
       merge(total.sum, part.sum);
       if (is_before(part.largest, total.largest)) total.largest = part.largest;
     }
-    finish(args, i, Row(dtype, args.inputs, shape, i), total);
+    finish<State>(args, i, Row(dtype, args.inputs, shape, i), total);
+  }
+}
+
+template <class State>
+void run_combine_of(const CombineArgs& args) {
+  constexpr int64_t kRowsEach = 64;
+  const int64_t rows = args.shape.rows;
+  const auto* states = static_cast<const State*>(args.states);
+  run_tasks(ceil_div(rows, kRowsEach), [&](int64_t piece) {
+    const int64_t first = piece * kRowsEach;
+    for (int64_t i = first; i < std::min(first + kRowsEach, rows); ++i) {
+      State state;
+      for (int64_t shard = 0; shard < args.shards; ++shard) merge(state, states[shard * rows + i]);
+      const RowResult result = result_of(state);
+      const bool ignored = is_ignored(args.target.of(args.shape, i), args.vocab_size);
+      args.lse[i] = result.lse();
+      args.logp[i] = ignored ? 0.0f : logp_of(state, result);
+      if constexpr (State::Kind::kWeighted) {
+        args.entropy[i] = result.entropy();
+        args.mean[i] = result.mean();
+      }
+    }
+  });
+}
+
+}  // namespace
+
+void run_forward(const Form& form, Dtype dtype, const ForwardArgs& args) {
+  if (args.weighted) {
+    run_forward_of<WeightedRowState>(form, dtype, args);
+  } else {
+    run_forward_of<RowState>(form, dtype, args);
   }
 }
 
@@ -205,21 +277,11 @@ void run_backward(const Form& form, Dtype dtype, const BackwardArgs& args) {
 }
 
 void run_combine(const CombineArgs& args) {
-  constexpr int64_t kRowsEach = 64;
-  const int64_t rows = args.shape.rows;
-  run_tasks(ceil_div(rows, kRowsEach), [&](int64_t piece) {
-    const int64_t first = piece * kRowsEach;
-    for (int64_t i = first; i < std::min(first + kRowsEach, rows); ++i) {
-      RowState state;
-      for (int64_t shard = 0; shard < args.shards; ++shard) {
-        merge(state, static_cast<const RowState*>(args.states)[shard * rows + i]);
-      }
-      const LogSumExp result = result_of(state);
-      const bool ignored = is_ignored(args.target.of(args.shape, i), args.vocab_size);
-      args.lse[i] = result.lse();
-      args.logp[i] = ignored ? 0.0f : logp_of(state, result);
-    }
-  });
+  if (args.weighted) {
+    run_combine_of<WeightedRowState>(args);
+  } else {
+    run_combine_of<RowState>(args);
+  }
 }
 
 }  // namespace rl_logp

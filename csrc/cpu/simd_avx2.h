@@ -79,12 +79,15 @@ struct Avx2 {
   static Floats scale(Floats power, Floats whole) {
     return multiply(power, floats(shift_left<23>(add_int(bits(whole), set_int(1)))));
   }
+  static Floats scale_exactly(Floats power, Floats whole) { return scale(power, whole); }
 
   static Ints bits(Floats a) { return _mm256_castps_si256(a); }
   static Floats floats(Ints a) { return _mm256_castsi256_ps(a); }
   static Ints set_int(int32_t a) { return _mm256_set1_epi32(a); }
   static Ints add_int(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
   static Ints subtract_int(Ints a, Ints b) { return _mm256_sub_epi32(a, b); }
+  static Ints multiply_int(Ints a, Ints b) { return _mm256_mullo_epi32(a, b); }
+  static Ints nearest(Floats a) { return _mm256_cvtps_epi32(a); }
   static Ints both(Ints a, Ints b) { return _mm256_and_si256(a, b); }
   static Ints either(Ints a, Ints b) { return _mm256_or_si256(a, b); }
   template <int kBits>
@@ -101,6 +104,7 @@ struct Avx2 {
   }
   static Ints shift_left_by(Ints a, Ints count) { return _mm256_sllv_epi32(a, count); }
   static Ints shift_right_by(Ints a, Ints count) { return _mm256_srlv_epi32(a, count); }
+  static Ints shift_right_signed_by(Ints a, Ints count) { return _mm256_srav_epi32(a, count); }
   static Ints larger_int(Ints a, Ints b) { return _mm256_max_epi32(a, b); }
 
   static Mask greater(Ints a, Ints b) { return _mm256_cmpgt_epi32(a, b); }
@@ -111,32 +115,42 @@ struct Avx2 {
   static Ints select(Mask mask, Ints a, Ints b) { return _mm256_blendv_epi8(b, a, mask); }
   static Ints add_where(Mask mask, Ints a, Ints b) { return add_int(a, both(mask, b)); }
 
-  // Lane i of the result is vectors 2 * i and 2 * i + 1 brought together in sum_tree's order. The
-  // halves of the groups are kept apart until the last step.
-  template <class Operation, class Vector>
-  static Floats reduce_groups(const Vector& vector) {
-    return Operation::template of<Avx2>(half<Operation>(vector, 0), half<Operation>(vector, 1));
+  // The vectors of a block are taken in pairs: first_of_pair(k) and the one that is kToNext
+  // further, which is the same half of the next group: first all first halves, then all second
+  // ones. Their even columns and their odd ones are neighbours, lane by lane, and of_each has, in
+  // the same places, a number for each of the two groups.
+  static constexpr int kToNext = 2;
+  static constexpr int first_of_pair(int k) { return k / 4 + k % 4 * 4; }
+  static Floats even(Floats a, Floats b) { return _mm256_shuffle_ps(a, b, 0x88); }
+  static Floats odd(Floats a, Floats b) { return _mm256_shuffle_ps(a, b, 0xdd); }
+  static Floats of_each(float a, float b) { return _mm256_blend_ps(set(a), set(b), 0xcc); }
+
+  template <class Operation>
+  static Floats neighbours(Floats a, Floats b) {
+    return Operation::template of<Avx2>(even(a, b), odd(a, b));
+  }
+
+  // Lane i of the result is group i brought together in sum_tree's order, where neighbours already
+  // are: pair(k) has those of pair k. The halves of the groups are kept apart until the last step.
+  template <class Operation, class Pair>
+  static Floats reduce_pairs(const Pair& pair) {
+    return Operation::template of<Avx2>(half<Operation>(pair, 0), half<Operation>(pair, 4));
   }
 
  private:
-  template <class Operation, class Vector>
-  static Floats half(const Vector& vector, int which) {
-    const Floats a = quarter<Operation>(vector, which);
-    const Floats b = quarter<Operation>(vector, which + 8);
+  template <class Operation, class Pair>
+  static Floats half(const Pair& pair, int first) {
+    return halves<Operation>(
+        two_pairs<Operation>(pair, first), two_pairs<Operation>(pair, first + 2));
+  }
+  template <class Operation>
+  static Floats halves(Floats a, Floats b) {
     return Operation::template of<Avx2>(
         _mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
   }
-  // Halves of four groups: their columns' neighbours, then the neighbours of those.
-  template <class Operation, class Vector>
-  static Floats quarter(const Vector& vector, int first) {
-    return neighbours<Operation>(
-        neighbours<Operation>(vector(first), vector(first + 2)),
-        neighbours<Operation>(vector(first + 4), vector(first + 6)));
-  }
-  template <class Operation>
-  static Floats neighbours(Floats a, Floats b) {
-    return Operation::template of<Avx2>(
-        _mm256_shuffle_ps(a, b, 0x88), _mm256_shuffle_ps(a, b, 0xdd));
+  template <class Operation, class Pair>
+  static Floats two_pairs(const Pair& pair, int first) {
+    return neighbours<Operation>(pair(first), pair(first + 1));
   }
 };
 

@@ -72,12 +72,19 @@ struct Avx512 {
     rest = _mm512_reduce_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   }
   static Floats scale(Floats power, Floats whole) { return _mm512_scalef_ps(power, whole); }
+  // The same in all forms, to the last one: 0 where `whole` is below -126.
+  static Floats scale_exactly(Floats power, Floats whole) {
+    const Mask kept = _mm512_cmp_ps_mask(whole, set(-126.0f), _CMP_NLT_UQ);
+    return _mm512_maskz_scalef_ps(kept, power, whole);
+  }
 
   static Ints bits(Floats a) { return _mm512_castps_si512(a); }
   static Floats floats(Ints a) { return _mm512_castsi512_ps(a); }
   static Ints set_int(int32_t a) { return _mm512_set1_epi32(a); }
   static Ints add_int(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
   static Ints subtract_int(Ints a, Ints b) { return _mm512_sub_epi32(a, b); }
+  static Ints multiply_int(Ints a, Ints b) { return _mm512_mullo_epi32(a, b); }
+  static Ints nearest(Floats a) { return _mm512_cvtps_epi32(a); }
   static Ints both(Ints a, Ints b) { return _mm512_and_si512(a, b); }
   static Ints either(Ints a, Ints b) { return _mm512_or_si512(a, b); }
   template <int kBits>
@@ -94,6 +101,7 @@ struct Avx512 {
   }
   static Ints shift_left_by(Ints a, Ints count) { return _mm512_sllv_epi32(a, count); }
   static Ints shift_right_by(Ints a, Ints count) { return _mm512_srlv_epi32(a, count); }
+  static Ints shift_right_signed_by(Ints a, Ints count) { return _mm512_srav_epi32(a, count); }
   static Ints larger_int(Ints a, Ints b) { return _mm512_max_epi32(a, b); }
 
   static Mask greater(Ints a, Ints b) { return _mm512_cmpgt_epi32_mask(a, b); }
@@ -104,12 +112,27 @@ struct Avx512 {
   static Ints select(Mask mask, Ints a, Ints b) { return _mm512_mask_mov_epi32(b, mask, a); }
   static Ints add_where(Mask mask, Ints a, Ints b) { return _mm512_mask_add_epi32(a, mask, a, b); }
 
-  // Lane i of the result is vector i brought together in sum_tree's order.
-  template <class Operation, class Vector>
-  static Floats reduce_groups(const Vector& vector) {
+  // The vectors of a block are taken in pairs: first_of_pair(k) and the one that is kToNext
+  // further, which is of another group. Their even columns and their odd ones are neighbours, lane
+  // by lane, and of_each has, in the same places, a number for each of the two groups.
+  static constexpr int kToNext = 1;
+  static constexpr int first_of_pair(int k) { return 2 * k; }
+  static Floats even(Floats a, Floats b) { return _mm512_shuffle_ps(a, b, 0x88); }
+  static Floats odd(Floats a, Floats b) { return _mm512_shuffle_ps(a, b, 0xdd); }
+  static Floats of_each(float a, float b) { return _mm512_mask_mov_ps(set(a), 0xcccc, set(b)); }
+
+  template <class Operation>
+  static Floats neighbours(Floats a, Floats b) {
+    return Operation::template of<Avx512>(even(a, b), odd(a, b));
+  }
+
+  // Lane i of the result is group i brought together in sum_tree's order, where neighbours already
+  // are: pair(k) has those of pair k.
+  template <class Operation, class Pair>
+  static Floats reduce_pairs(const Pair& pair) {
     return fourths<Operation>(
-        fourths<Operation>(quarter<Operation>(vector, 0), quarter<Operation>(vector, 4)),
-        fourths<Operation>(quarter<Operation>(vector, 8), quarter<Operation>(vector, 12)));
+        fourths<Operation>(two_pairs<Operation>(pair, 0), two_pairs<Operation>(pair, 2)),
+        fourths<Operation>(two_pairs<Operation>(pair, 4), two_pairs<Operation>(pair, 6)));
   }
 
  private:
@@ -121,18 +144,10 @@ struct Avx512 {
     const Mask nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
     return _mm512_mask_or_epi32(sum, nan, word, set_int(0x400000));
   }
-  // Four vectors: their columns' neighbours, then the neighbours of those, so that each fourth of
-  // the result holds a fourth of the columns of all four.
-  template <class Operation, class Vector>
-  static Floats quarter(const Vector& vector, int first) {
-    return neighbours<Operation>(
-        neighbours<Operation>(vector(first), vector(first + 1)),
-        neighbours<Operation>(vector(first + 2), vector(first + 3)));
-  }
-  template <class Operation>
-  static Floats neighbours(Floats a, Floats b) {
-    return Operation::template of<Avx512>(
-        _mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xdd));
+  // Each fourth of the result holds a fourth of the columns of four groups.
+  template <class Operation, class Pair>
+  static Floats two_pairs(const Pair& pair, int first) {
+    return neighbours<Operation>(pair(first), pair(first + 1));
   }
   template <class Operation>
   static Floats fourths(Floats a, Floats b) {

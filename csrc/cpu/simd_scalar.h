@@ -50,12 +50,15 @@ struct Scalar {
   static Floats scale(Floats power, Floats whole) {
     return multiply(power, floats(shift_left<23>(add_int(bits(whole), set_int(1)))));
   }
+  static Floats scale_exactly(Floats power, Floats whole) { return scale(power, whole); }
 
   static Ints bits(Floats a) { return float_bits(a); }
   static Floats floats(Ints a) { return bits_float(a); }
   static Ints set_int(int32_t a) { return static_cast<uint32_t>(a); }
   static Ints add_int(Ints a, Ints b) { return a + b; }
   static Ints subtract_int(Ints a, Ints b) { return a - b; }
+  static Ints multiply_int(Ints a, Ints b) { return a * b; }
+  static Ints nearest(Floats a) { return static_cast<uint32_t>(nearest_integer(a)); }
   static Ints both(Ints a, Ints b) { return a & b; }
   static Ints either(Ints a, Ints b) { return a | b; }
   template <int kBits>
@@ -72,6 +75,9 @@ struct Scalar {
   }
   static Ints shift_left_by(Ints a, Ints count) { return a << count; }  // by at most 31
   static Ints shift_right_by(Ints a, Ints count) { return count > 31 ? 0 : a >> count; }
+  static Ints shift_right_signed_by(Ints a, Ints count) {
+    return static_cast<uint32_t>(static_cast<int32_t>(a) >> (count > 31 ? 31 : count));
+  }
   static Ints larger_int(Ints a, Ints b) { return greater(a, b) ? a : b; }
 
   static Mask greater(Ints a, Ints b) { return static_cast<int32_t>(a) > static_cast<int32_t>(b); }
@@ -82,13 +88,28 @@ struct Scalar {
   static Ints select(Mask mask, Ints a, Ints b) { return mask ? a : b; }
   static Ints add_where(Mask mask, Ints a, Ints b) { return a + where(mask, b); }
 
-  // The group's columns brought together in sum_tree's order.
-  template <class Operation, class Vector>
-  static Floats reduce_groups(const Vector& vector) {
-    float x[kGroup];
-    for (int i = 0; i < kGroup; ++i) x[i] = vector(i);
-    for (int width = 1; width < kGroup; width *= 2) {
-      for (int i = 0; i < kGroup; i += 2 * width) {
+  // The columns of a group are taken in pairs of neighbours: first_of_pair(k), which is the even
+  // one, and the one that is kToNext further.
+  static constexpr int kToNext = 1;
+  static constexpr int first_of_pair(int k) { return 2 * k; }
+  static Floats even(Floats a, Floats) { return a; }
+  static Floats odd(Floats, Floats b) { return b; }
+  static Floats of_each(float a, float) { return a; }
+
+  template <class Operation>
+  static Floats neighbours(Floats a, Floats b) {
+    return Operation::template of<Scalar>(a, b);
+  }
+
+  // The group brought together in sum_tree's order, where neighbours already are: pair(k) has those
+  // of pair k.
+  template <class Operation, class Pair>
+  static Floats reduce_pairs(const Pair& pair) {
+    constexpr int kPairs = kGroup / 2;
+    float x[kPairs];
+    for (int k = 0; k < kPairs; ++k) x[k] = pair(k);
+    for (int width = 1; width < kPairs; width *= 2) {
+      for (int i = 0; i < kPairs; i += 2 * width) {
         x[i] = Operation::template of<Scalar>(x[i], x[i + width]);
       }
     }

@@ -164,7 +164,7 @@ def _shard_range(logits: Tensor, vocab_start: int, vocab_size: int) -> None:
         )
 
 
-def combine(states: Tensor, target: Tensor) -> None:
+def combine(states: Tensor, target: Tensor, words: int = _state.WORDS) -> None:
     """Raises TypeError or ValueError unless the arguments have the documented form."""
     if states.dtype != torch.int64:
         raise TypeError(f"fused_logp: expected states of dtype int64, got {_name(states.dtype)}")
@@ -173,7 +173,7 @@ def combine(states: Tensor, target: Tensor) -> None:
             f"fused_logp: expected target of dtype {_names(TARGET_DTYPES)},"
             f" got {_name(target.dtype)}"
         )
-    rows = (*target.shape, _state.WORDS)
+    rows = (*target.shape, words)
     if states.dim() != len(rows) + 1 or states.shape[1:] != rows or states.shape[0] < 1:
         raise ValueError(
             f"fused_logp: expected states of shape {('S', *rows)}, of S shards,"

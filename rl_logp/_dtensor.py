@@ -1,7 +1,7 @@
 """DTensor: sharding rules for the operators, and logits whose vocabulary is sharded.
 
 Rows are independent, so logits that are sharded on leading dimensions need no communication: that
-is all the rules say. A sharded vocabulary goes through ``logp`` below, which gathers states; an
+is all the rules say. A sharded vocabulary goes through ``score`` below, which gathers states; an
 operator that meets one raises, since DTensor would gather the logits.
 """
 
@@ -57,6 +57,20 @@ def _backward_sharding(grad_logp, grad_lse, logits, target, temperature, lse, *n
     return [(outputs, [*inputs, *[None] * len(numbers)]) for outputs, inputs in strategies]
 
 
+@register_sharding(_OPS.fused_logp_entropy_forward.default)
+def _entropy_forward_sharding(logits, target, temperature):
+    return _by_rows(logits, (logits, target, temperature), 4)
+
+
+@register_sharding(_OPS.fused_logp_entropy_backward.default)
+def _entropy_backward_sharding(
+    grad_logp, grad_entropy, grad_lse, logits, target, temperature, lse, mean, *numbers
+):
+    tensors = (grad_logp, grad_entropy, grad_lse, logits, target, temperature, lse, mean)
+    strategies = _by_rows(logits, tensors, 1)
+    return [(outputs, [*inputs, *[None] * len(numbers)]) for outputs, inputs in strategies]
+
+
 def is_vocab_sharded(logits: Tensor) -> bool:
     return isinstance(logits, DTensor) and any(
         _shards(placement, logits.dim() - 1) for placement in logits.placements
@@ -80,15 +94,16 @@ def vocab_range(
     return start, size
 
 
-def logp(
+def score(
     caller: str,
     logits: Any,
-    target: Tensor,
+    target: Optional[Tensor],
     temperature: Optional[Tensor],
-    all_rows: bool,
+    *,
     require_aligned: bool = False,
+    **wanted: bool,
 ) -> tuple[Tensor, Tensor]:
-    """logp and lse as DTensors whose rows are sharded as those of logits, and replicated beside.
+    """As ``_shard.score``, to DTensors whose rows are sharded as those of logits.
 
     ``caller`` is the function that errors are to name.
     """
@@ -98,7 +113,7 @@ def logp(
     rows = [Replicate() if p.is_shard(dim) else p for p in placements]
     vocab_start, columns = vocab_range(caller, mesh, placements, dim, logits.shape[dim])
     if require_aligned:
-        _shard.check_aligned(vocab_start, columns, logits.shape[dim])
+        _shard.check_aligned(caller, vocab_start, columns, logits.shape[dim])
 
     def gather(states: Tensor) -> Tensor:
         for mesh_dim, placement in enumerate(placements):
@@ -106,22 +121,22 @@ def logp(
                 states = _shard.all_gather(states, (mesh, mesh_dim))
         return states
 
-    results = _shard.logp(
+    results = _shard.score(
         logits.to_local(),
-        _local(caller, "target", target, mesh, rows),
+        None if target is None else _local(caller, "target", target, mesh, rows),
         None if temperature is None else _local(caller, "temperature", temperature, mesh, rows),
         gather,
         vocab_start,
         logits.shape[dim],
-        all_rows,
+        **wanted,
     )
     shape = logits.shape[:-1]
     stride = torch.empty(shape, device="meta").stride()
-    logp, lse = (
+    logp, other = (
         DTensor.from_local(result, mesh, rows, run_check=False, shape=shape, stride=stride)
         for result in results
     )
-    return logp, lse
+    return logp, other
 
 
 def per_row(caller: str, logits: Any, **of_rows: Optional[Tensor]) -> list[Any]:

@@ -8,30 +8,38 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_logp._state import GROUP
+from rl_logp.entropy_ops import no_target
 
 
-def logp(
+def score(
     logits: Tensor,
-    target: Tensor,
+    target: Optional[Tensor],
     temperature: Optional[Tensor],
     gather: Optional[Callable[[Tensor], Tensor]],
     vocab_start: int,
     vocab_size: int,
-    all_rows: bool,
+    all_rows: bool = True,
+    with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """logp and lse; ``gather`` makes the states of all shards ``[S, ...]`` of those of this one.
+    """logp and lse, or logp and entropy; with a target of None every row is ignored.
 
-    None: this is the only shard.
+    ``gather`` makes the states of all shards ``[S, ...]`` of those of this one. None: this is the
+    only shard.
     """
-    torch.ops.rl_logp._check_transforms(logits, target, temperature, gather is not None)
-    states = torch.ops.rl_logp.fused_logp_partial(
-        logits.detach(), target, temperature, all_rows, vocab_start, vocab_size
-    ).unsqueeze(0)
+    operators: Any = torch.ops.rl_logp
+    rows = (no_target(logits) if target is None else target, temperature)
+    vocabulary = (vocab_start, vocab_size)
+    operators._check_transforms(logits, *rows, gather is not None)
+    if with_entropy:
+        states = operators.fused_logp_entropy_partial(logits.detach(), *rows, *vocabulary)
+    else:
+        states = operators.fused_logp_partial(logits.detach(), *rows, all_rows, *vocabulary)
+    states = states.unsqueeze(0)
     if gather is not None:
         states = gather(states)
-    return torch.ops.rl_logp.fused_logp_shard(
-        logits, target, temperature, states, vocab_start, vocab_size
-    )
+    if with_entropy:
+        return operators.fused_logp_entropy_shard(logits, *rows, states, *vocabulary)[:2]
+    return operators.fused_logp_shard(logits, *rows, states, *vocabulary)
 
 
 def all_gather(states: Tensor, group: Any) -> Tensor:
@@ -51,27 +59,25 @@ def is_dtensor(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor)
 
 
-def check(vocab_start: int, columns: int, vocab_size: int, shards: int) -> None:
+def check(caller: str, vocab_start: int, columns: int, vocab_size: int, shards: int) -> None:
     """Raises ValueError where one shard shows that shards overlap or are missing."""
     vocab_end = vocab_start + columns
     if vocab_start < 0 or vocab_end > vocab_size:
         return  # which the operators say
     got = f"got columns {vocab_start} to {vocab_end} of {vocab_size}"
     if shards == 1 and columns != vocab_size:
-        raise ValueError(
-            f"vocab_parallel_logp: expected the whole vocabulary where no group shares it, {got}"
-        )
+        raise ValueError(f"{caller}: expected the whole vocabulary where no group shares it, {got}")
     if shards == 2 and columns and vocab_start > 0 and vocab_end < vocab_size:
-        raise ValueError(f"vocab_parallel_logp: expected the first or the last of 2 shards, {got}")
+        raise ValueError(f"{caller}: expected the first or the last of 2 shards, {got}")
 
 
-def check_aligned(vocab_start: int, columns: int, vocab_size: int) -> None:
+def check_aligned(caller: str, vocab_start: int, columns: int, vocab_size: int) -> None:
     """Raises ValueError unless this shard and the next start at a group of columns."""
     vocab_end = vocab_start + columns
     if columns == 0:
         return
     if vocab_start % GROUP or (vocab_end % GROUP and vocab_end != vocab_size):
         raise ValueError(
-            f"vocab_parallel_logp: expected shards that start at multiples of {GROUP}"
+            f"{caller}: expected shards that start at multiples of {GROUP}"
             f" columns, got columns {vocab_start} to {vocab_end} of {vocab_size}"
         )

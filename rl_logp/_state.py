@@ -1,4 +1,8 @@
-"""The state of a row of a shard: where its fields lie (``RowState`` in row_state.h)."""
+"""The state of a row of a shard: where its fields lie.
+
+Of ``RowState`` in row_state.h, and of ``WeightedRowState``, which is longer: it has the same fields
+and what an entropy needs.
+"""
 
 from typing import NamedTuple
 
@@ -7,6 +11,7 @@ from torch import Tensor
 
 GROUP = 16  # columns of one term of the sum, the first of which is at a multiple of it
 WORDS = 8  # int64
+WEIGHTED_WORDS = 13
 
 NO_GROUP = 2**32 - 1
 # What TOP holds, in the order of which the larger wins (exact_sum.h).
@@ -23,7 +28,7 @@ class Field(NamedTuple):
     place: int
 
     def of(self, states: Tensor) -> Tensor:
-        """A view of the field in contiguous states ``[..., 8]``."""
+        """A view of the field in contiguous states ``[..., 8]`` (or 13)."""
         return states.view(self.dtype)[..., self.place]
 
 
@@ -36,6 +41,14 @@ TERM = Field(torch.float32, 10)  # of the largest column's group: TERM * 2^TERM_
 TERM_EXPONENT = Field(torch.int32, 11)
 OTHERS = Field(torch.float64, 6)  # sum(exp(y - largest)) over that group's other columns
 HAS_TARGET = Field(torch.int64, 7)
+
+WEIGHTED_COUNTERS = [Field(torch.int64, word) for word in (8, 9, 10)]
+WEIGHTED_OTHERS = Field(torch.float64, 11)  # sum(exp(y - largest) * (y - largest)) as OTHERS
+WEIGHT = Field(torch.float32, 24)  # of the largest column's group, as TERM
+
+
+def are_weighted(states: Tensor) -> bool:
+    return states.shape[-1] == WEIGHTED_WORDS
 
 
 def write_empty(states: Tensor) -> None:

@@ -94,7 +94,7 @@ def fused_logp(
         from rl_logp import _dtensor
 
         if _dtensor.is_vocab_sharded(logits):
-            logp, lse = _dtensor.logp("fused_logp", logits, target, scale, return_lse)
+            logp, lse = _dtensor.score("fused_logp", logits, target, scale, all_rows=return_lse)
             return (logp, lse) if return_lse else logp
         target, scale = _dtensor.per_row("fused_logp", logits, target=target, temperature=scale)
     if not return_lse:
@@ -147,6 +147,8 @@ def fused_logp_entropy(
     if _shard.is_dtensor(logits):
         from rl_logp import _dtensor
 
+        if _dtensor.is_vocab_sharded(logits):
+            return _dtensor.score("fused_logp_entropy", logits, target, scale, with_entropy=True)
         target, scale = _dtensor.per_row(
             "fused_logp_entropy", logits, target=target, temperature=scale
         )
@@ -180,6 +182,8 @@ def fused_entropy(
     if _shard.is_dtensor(logits):
         from rl_logp import _dtensor
 
+        if _dtensor.is_vocab_sharded(logits):
+            return _dtensor.score("fused_entropy", logits, None, scale, with_entropy=True)[1]
         (scale,) = _dtensor.per_row("fused_entropy", logits, temperature=scale)
     return torch.ops.rl_logp.fused_entropy(logits, scale)
 

@@ -11,6 +11,8 @@
     fused_logp_partial    of a shard of the vocabulary: the states of its rows (shard_ops.py)
     fused_logp_combine    (logp, lse) from the states of all shards
     fused_logp_shard      the same, with autograd towards one shard's logits
+    fused_logp_entropy_partial, fused_logp_entropy_combine, fused_logp_entropy_shard
+                          the same with the entropy (entropy_shard_ops.py)
     _check_transforms     nothing but errors: where an operator runs, compiled too, they can be seen
 
 Every implementation allocates its results here, in Python, and then either lets a compiled kernel
@@ -68,6 +70,19 @@ _lib.define(
 _lib.define(
     "fused_logp_shard(Tensor logits, Tensor target, Tensor? temperature, Tensor states,"
     " SymInt vocab_start, SymInt vocab_size) -> (Tensor logp, Tensor lse)"
+)
+_lib.define(
+    "fused_logp_entropy_partial(Tensor logits, Tensor target, Tensor? temperature,"
+    " SymInt vocab_start, SymInt vocab_size) -> Tensor"
+)
+_lib.define(
+    "fused_logp_entropy_combine(Tensor states, Tensor target, SymInt vocab_size)"
+    " -> (Tensor logp, Tensor entropy, Tensor lse, Tensor mean)"
+)
+_lib.define(
+    "fused_logp_entropy_shard(Tensor logits, Tensor target, Tensor? temperature, Tensor states,"
+    " SymInt vocab_start, SymInt vocab_size)"
+    " -> (Tensor logp, Tensor entropy, Tensor lse, Tensor mean)"
 )
 _lib.define(
     "_check_transforms(Tensor logits, Tensor target, Tensor? temperature, bool gathers) -> ()"

@@ -10,7 +10,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from rl_logp import _checks, _library, _state, partial
+from rl_logp import _checks, _combined, _library, _state, partial
 from rl_logp.ops import _lib, dlogits_of, save_for_backward
 
 
@@ -37,21 +37,22 @@ torch.library.register_vmap("rl_logp::_check_transforms", _check_transforms_vmap
 
 
 # --- fused_logp_partial ---------------------------------------------------------------------------
-def _partial_output(logits: Tensor, target: Tensor) -> Tensor:
-    return logits.new_empty((*target.shape, _state.WORDS), dtype=torch.int64)
+def _partial_output(logits: Tensor, target: Tensor, words: int) -> Tensor:
+    return logits.new_empty((*target.shape, words), dtype=torch.int64)
 
 
-def _partial(
+def partial_states(
     logits: Tensor,
     target: Tensor,
     temperature: Optional[Tensor],
     all_rows: bool,
     vocab_start: int,
     vocab_size: int,
+    words: int = _state.WORDS,
 ) -> Tensor:
     _checks.partial(logits, target, temperature, vocab_start, vocab_size)
     _checks.temperature_values(temperature)
-    states = _partial_output(logits, target)
+    states = _partial_output(logits, target, words)
     if logits.shape[-1] == 0:
         _state.write_empty(states)
     elif _library.kernel_for(logits.device.type, logits.dtype).available:
@@ -69,36 +70,38 @@ def _partial(
     return states
 
 
-def _partial_fake(logits, target, temperature, all_rows, vocab_start, vocab_size):
+def partial_fake(
+    logits, target, temperature, all_rows, vocab_start, vocab_size, words=_state.WORDS
+):
     _checks.partial(logits, target, temperature, vocab_start, vocab_size)
-    return _partial_output(logits, target)
+    return _partial_output(logits, target, words)
 
 
-_lib.impl("fused_logp_partial", _partial, "CompositeExplicitAutograd")
-torch.library.register_fake("rl_logp::fused_logp_partial", _partial_fake, lib=_lib)
+_lib.impl("fused_logp_partial", partial_states, "CompositeExplicitAutograd")
+torch.library.register_fake("rl_logp::fused_logp_partial", partial_fake, lib=_lib)
 
 
 # --- fused_logp_combine ---------------------------------------------------------------------------
-def _combine_outputs(states: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+def combine_outputs(states: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     logp = states.new_empty(target.shape, dtype=torch.float32)
     return logp, states.new_empty(target.shape, dtype=torch.float64)
 
 
 def _combine(states: Tensor, target: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
     _checks.combine(states, target)
-    logp, lse = _combine_outputs(states, target)
+    logp, lse = combine_outputs(states, target)
     if _library.kernel_for(states.device.type, torch.float32).available:
         torch.ops.rl_logp._fused_logp_combine_out(
             states.contiguous(), target, vocab_size, logp, lse
         )
     else:
-        partial.combine(states, target, vocab_size, logp, lse)
+        _combined.combine(states, target, vocab_size, logp, lse)
     return logp, lse
 
 
 def _combine_fake(states, target, vocab_size):
     _checks.combine(states, target)
-    return _combine_outputs(states, target)
+    return combine_outputs(states, target)
 
 
 _lib.impl("fused_logp_combine", _combine, "CompositeExplicitAutograd")

@@ -49,6 +49,7 @@ def cases() -> Iterator[tuple[str, Case]]:
     yield "a row over 2 blocks", Case(2, 16 * 512)
     yield "few rows", Case(9, 1031)
     yield "many rows", Case(many, 523)
+    yield "rows a warp each", Case(48 * processors + 2, 67)
     yield "many tiles", Case(processors + 1, 4 * 4096 + 1)
     yield "rows shorter than a group", Case(many, 7)
     yield "rows of one column", Case(many, 1)

@@ -10,6 +10,9 @@ namespace {
 // Rows of any number: more are taken in turns.
 constexpr int64_t kMaxGridRows = 1 << 27;
 
+// More than these, for each multiprocessor, are many.
+constexpr int64_t kManyRows = 48;
+
 template <class Traits>
 cudaError_t launch_in_clusters(const ForwardArgs& args, int blocks_per_row, cudaStream_t stream) {
   cudaLaunchConfig_t config{};
@@ -66,9 +69,15 @@ cudaError_t launch_forward(Dtype dtype, const ForwardArgs& args, cudaStream_t st
     // As many blocks as can be had without spilling registers.
     constexpr int kBlocks =
         6 - kTemperature - (sizeof(Element) == 4 || Kind::kWeighted) - Kind::kWeighted;
-    using Many = ForwardTraits<Element, Kind, 4, 4, 1, kTemperature, kBlocks>;
+    // While one warp ends a row, its block's others wait: the fewer, the better, where rows are so
+    // many that warps never run out of them.
+    constexpr int kWarps = kTemperature || Kind::kWeighted ? 1 : 2;
+    using Many = ForwardTraits<Element, Kind, kWarps, 4, 1, kTemperature, kBlocks * 4 / kWarps>;
+    using Some = ForwardTraits<Element, Kind, 4, 4, 1, kTemperature, kBlocks>;
     using Few = ForwardTraits<Element, Kind, 8, 2, 1, kTemperature, 1, true>;
-    if (args.shape.rows > 2 * limits.multiprocessors) return launch<Many>(args, 1, stream);
+    const int64_t rows = args.shape.rows, processors = limits.multiprocessors;
+    if (rows > kManyRows * processors) return launch<Many>(args, 1, stream);
+    if (rows > 2 * processors) return launch<Some>(args, 1, stream);
     return launch<Few>(args, blocks_per_row<Few>(args, limits), stream);
   };
   return dispatch(dtype, args.inputs.temperature != nullptr, args.weighted, launch_as);

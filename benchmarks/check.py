@@ -85,6 +85,13 @@ def verdicts(rows: Rows) -> Iterator[Verdict]:
             yield beats(title, ours, peers, f"{part}_ms", more=False)
     row = rows.ours("masked", variant="ignored")
     yield at_most("half the rows ignored, x of the full time", row, "of_full", 0.65)
+    pair = rows.ours("entropy", V=QWEN, N=32768, dtype="bf16")
+    yield at_most("with the entropy, both, x floor", pair, "fwd_bwd_x_floor", 1.10)
+    torch_pairs = rows.of("entropy", V=QWEN, provider="torch")
+    title = "largest error of an entropy, no more than torch's"
+    yield beats(
+        title, rows.ours("entropy", V=QWEN, N=8192), torch_pairs, "entropy_max_error", False
+    )
     accurate = rows.ours("accuracy", dtype="bf16")
     yield at_least("dlogits correctly rounded, %", accurate, "dlogits_cr_pct", 99.9990)
     peers = rows.peers("accuracy", dtype="bf16")

@@ -16,6 +16,7 @@ _COLUMNS = {
     "dlogits_max_ulps": ("max ulps", ".4g"),
     "logp_cr_pct": ("logp cr %", ".3f"),
     "logp_max_ulps": ("max ulps", ".4g"),
+    "entropy_max_error": ("error of entropy", ".3g"),
     "differing_rows": ("differ", "d"),
     "compared_rows": ("of", "d"),
 }

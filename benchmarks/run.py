@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from benchmarks import accuracy, check, invariance, timing, workloads
+from benchmarks import accuracy, check, entropy, invariance, timing, workloads
 from benchmarks.providers import PROVIDERS, Provider, chunked_provider, errors
 from benchmarks.report import label, tables
 from benchmarks.results import Results, Row, load, surroundings
@@ -23,6 +23,7 @@ POINTS = {
     "invariance": workloads.INVARIANCE,
     "masked": workloads.MASKED,
     "chunks": workloads.CHUNKS,
+    "entropy": workloads.ENTROPY,
 }
 
 
@@ -74,6 +75,15 @@ class Harness:
         for provider in providers:
             yield self._guarded(provider, lambda of: invariance.sweep(of, point, self.device))
 
+    def entropy(self, point: Point, providers: list[Provider]) -> Iterator[Row]:
+        inputs = workloads.draw(point, self.device)
+        runs = [Run(each, entropy.with_gradients(inputs)) for each in providers]
+        for row in self._timed(runs, point):
+            if "error" not in row:
+                provider = entropy.PROVIDERS[row["provider"]]
+                row["entropy_max_error"] = entropy.largest_error(provider, inputs)
+            yield row
+
     def _timed(self, runs: list[Run], point: Point) -> Iterator[Row]:
         for row in measure(runs, point, self.clock, self.bytes_per_ms, self.device):
             yield {
@@ -106,12 +116,17 @@ def harness(device: torch.device, smoke: bool) -> Harness:
     return Harness(device, clock, bytes_per_ms, timing.launch_overhead(clock, device))
 
 
+def providers_of(bench: str) -> dict[str, Provider]:
+    return entropy.PROVIDERS if bench == "entropy" else PROVIDERS
+
+
 def jobs(args: argparse.Namespace) -> list[tuple[str, Point, list[Provider]]]:
     """What is measured, most wanted first. Times are compared, so they come from one job."""
-    everyone = [PROVIDERS[name] for name in args.providers]
     found = []
     for bench in args.bench:
-        together = bench in ("speed", "chunks")
+        known = providers_of(bench)
+        everyone = [known[name] for name in args.providers if name in known]
+        together = bench in ("speed", "chunks", "entropy")
         groups = [everyone] if together else [[provider] for provider in everyone]
         found += [(bench, point, group) for point in args.points[bench] for group in groups]
     return sorted(found, key=lambda job: job[1] in workloads.LATER)
@@ -130,7 +145,7 @@ def measure_all(args: argparse.Namespace, results: Results) -> None:
         else:
             rows = getattr(common, bench)(point, providers)
         for row in rows:
-            provider = PROVIDERS[row["provider"]]
+            provider = providers_of(bench)[row["provider"]]
             row = results.add({**of, **row, "provider_version": provider.version})
             tqdm.write(f"{time.monotonic() - started:5.0f} s  {label(row)}: {_brief(row)}")
         if args.device.type == "cuda":
@@ -142,6 +157,7 @@ def _brief(row: Row) -> str:
     if "error" in row:
         return row["error"][:100]
     figures = ("fwd_ms", "bwd_ms", "fwd_bwd_ms", "dlogits_cr_pct", "logp_cr_pct", "differing_rows")
+    figures += ("entropy_max_error",)
     return ", ".join(f"{key} {row[key]:.6g}" for key in figures if key in row)
 
 
@@ -151,7 +167,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--output", type=Path, default=check.DEFAULT, help="the file of results (%(default)s)")
     add("--bench", default=",".join(POINTS), help="which benches, with commas (%(default)s)")
     add("--shapes", help="shapes for all of them, such as 256x151936,64x50257:fp32")
-    add("--providers", default=",".join(PROVIDERS), help="whom to measure (%(default)s)")
+    everyone = list(dict.fromkeys([*PROVIDERS, *entropy.PROVIDERS]))
+    add("--providers", default=",".join(everyone), help="whom to measure (%(default)s)")
     add("--budget-seconds", type=float, default=540, help="start nothing after (%(default)s)")
     add("--keep", action="store_true", help="keep the file's rows of the other benches")
     add("--commit", help="the source's commit, where git is not there to say")
@@ -159,7 +176,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--smoke", action="store_true", help="tiny shapes, to see that everything runs")
     args = parser.parse_args(argv)
     args.bench, args.providers = args.bench.split(","), args.providers.split(",")
-    for given, known in ((args.bench, POINTS), (args.providers, PROVIDERS)):
+    for given, known in ((args.bench, POINTS), (args.providers, everyone)):
         if unknown := set(given) - set(known):
             parser.error(f"expected some of {', '.join(known)}, got {', '.join(sorted(unknown))}")
     if args.device.type != "cuda" and not args.smoke:

@@ -49,6 +49,7 @@ def test_every_bench_yields_the_documented_figures(rows):
         "invariance": {"differing_rows", "compared_rows"},
         "masked": {"fwd_bwd_ms", "of_full", "variant"},
         "chunks": {"fwd_bwd_ms", "chunk_elements", "peak_bytes"},
+        "entropy": {"fwd_bwd_ms", "x_floor", "peak_bytes", "entropy_max_error"},
     }
     everywhere = {"provider", "dtype", "V", "N", "gpu", "driver", "torch", "cuda", "commit"}
     for bench, figures in of_bench.items():

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rl_logp._elementary import exp
-from rl_logp.chunked_entropy import column_factor, entropy_of
+from rl_logp.chunked_entropy import column_factor, mean_below
 
 # Elements of workspace, in fp32 (twice the bytes each, half the number, in fp64): a chunk of y and
 # one of its (log_)softmax, and for an entropy a third. A single row is never cut, so a longer row
@@ -109,19 +109,19 @@ def forward(
         y = scaled(logits, temperature, rows, first_row)
         first_row += y[..., 0].numel()
         largest = y.amax(-1).double()
-        p = None if entropy is None else torch.softmax(y, -1)
-        y = torch.log_softmax(y, -1)
+        log_p = torch.log_softmax(y, -1)
         # At its largest column log_softmax is -log(sum(exp(y - largest))).
         # An infinite maximum is the lse itself; subtracting would make it NaN.
-        log_rest = -y.amax(-1).double()
+        log_rest = -log_p.amax(-1).double()
         lse[rows] = torch.where(largest.isinf(), largest, largest + log_rest)
         column, here, _ = local_target(target, rows, 0, vocab_size, vocab_size)
-        logp[rows] = torch.where(here, y.gather(-1, column), 0).squeeze(-1)
-        if entropy is not None and mean is not None and p is not None:
-            of_chunk = entropy_of(p, y)
-            entropy[rows] = of_chunk
-            mean[rows] = largest + (log_rest - of_chunk.double())
-        del y, p  # or they would live beside the temporaries of the next chunk
+        logp[rows] = torch.where(here, log_p.gather(-1, column), 0).squeeze(-1)
+        del log_p
+        if entropy is not None and mean is not None:
+            below = mean_below(y, largest.to(y.dtype)).double()
+            entropy[rows] = (log_rest - below).clamp_(min=0) + 0.0  # never -0
+            mean[rows] = largest + below
+        del y  # or it would live beside the temporaries of the next chunk
 
 
 def backward(

@@ -1,19 +1,24 @@
-"""The entropy's share of the chunked fallback: a chunk's entropy, and what its gradient adds.
+"""The entropy's share of the chunked fallback: a chunk's mean of y, and what its gradient adds.
 
 Elementwise operators and one tree of them, so that neither the rows of a chunk nor where they lie
 can reach a row's bits; ``torch.sum`` may choose its order by the shape.
 """
 
+import torch
 from torch import Tensor
 
-# A probability of 0 has a logarithm below this in either precision, or of -inf: 0 * log(0) is 0.
-_LOG_OF_ZERO = -1000.0
+# So far below the largest y, or at -inf, its probability is 0 in either precision: 0 * -inf is 0.
+_OF_ZERO = -1000.0
 
 
-def entropy_of(p: Tensor, logp: Tensor) -> Tensor:
-    """The entropy of each row, in nats, from its softmax and log_softmax. Both are written to."""
-    terms = p.mul_(logp.clamp_(min=_LOG_OF_ZERO))
-    return _sum_tree(terms).neg_().clamp_(min=0) + 0.0  # never -0
+def mean_below(y: Tensor, largest: Tensor) -> Tensor:
+    """sum(p * (y - largest)) of each row, p = softmax(y). y is written to.
+
+    Relative to the largest y, it and the entropy are as small as they can be, and so is what is
+    rounded.
+    """
+    terms = torch.softmax(y, -1)
+    return _sum_tree(terms.mul_(y.sub_(largest.unsqueeze(-1)).clamp_(min=_OF_ZERO)))
 
 
 def _sum_tree(terms: Tensor) -> Tensor:

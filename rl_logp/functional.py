@@ -169,8 +169,8 @@ def fused_entropy(
         require_kernel: as for ``fused_logp``.
 
     Returns:
-        ``entropy``, fp32, of logits' leading shape, with the bits and the gradient of
-        :func:`fused_logp_entropy`, which says what raises as well.
+        ``entropy``, fp32, of logits' leading shape: what :func:`fused_logp_entropy`, which says
+        what raises as well, returns for rows whose targets are ignored, to the bit.
 
     >>> import torch, rl_logp
     >>> rl_logp.fused_entropy(torch.tensor([[0.0, 0.0], [0.0, -torch.inf]]))

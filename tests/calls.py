@@ -1,15 +1,15 @@
 """Seeded inputs, and one call of the op with everything it computes."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rl_logp
-from rl_logp import ops
+from rl_logp import entropy_ops, ops
 from rl_logp.reference import Reference, reference
 from rl_logp.testing import assert_bitwise_equal
 
@@ -21,6 +21,18 @@ class Result(NamedTuple):
     logp: Tensor
     lse: Tensor
     dlogits: Tensor
+
+
+class EntropyResult(NamedTuple):
+    logp: Tensor
+    entropy: Tensor
+    lse: Tensor
+    dlogits: Tensor
+
+
+AnyResult = TypeVar("AnyResult", Result, EntropyResult)
+# ``call`` or ``call_with_entropy``: what a fixture of conftest.py gives.
+Call = Callable[..., Any]
 
 
 class Sample(NamedTuple):
@@ -95,6 +107,29 @@ def call(
     return Result(logp.detach(), lse.detach(), dlogits)
 
 
+def call_with_entropy(
+    logits: Tensor,
+    target: Tensor,
+    temperature: Optional[Tensor] = None,
+    grad_logp: Optional[Tensor] = None,
+    grad_lse: Optional[Tensor] = None,
+    grad_entropy: Optional[Tensor] = None,
+) -> EntropyResult:
+    """As ``call``, of fused_logp_entropy; the entropy's upstream gradient is lse's unless given."""
+    leaf = logits.detach().requires_grad_()
+    with no_host_sync(logits.device):
+        *outputs, _ = torch.ops.rl_logp.fused_logp_entropy_forward(leaf, target, temperature)
+        logp, entropy, lse = outputs
+        if grad_entropy is None and grad_lse is not None:
+            grad_entropy = grad_lse.to(logp.dtype)
+        grads = [torch.ones_like(logp) if grad_logp is None else grad_logp, grad_entropy, grad_lse]
+        used = [index for index, grad in enumerate(grads) if grad is not None]
+        (dlogits,) = torch.autograd.grad(
+            [outputs[index] for index in used], leaf, [grads[index] for index in used]
+        )
+    return EntropyResult(logp.detach(), entropy.detach(), lse.detach(), dlogits)
+
+
 def exact(case: Sample) -> Reference:
     """The fp64 oracle's results for the same arguments."""
     return reference(
@@ -106,13 +141,15 @@ def exact(case: Sample) -> Reference:
     )
 
 
-def rows_of(result: Result, index) -> Result:
+def rows_of(result: AnyResult, index) -> AnyResult:
     """The same rows of every result."""
-    return Result(*(tensor[index] for tensor in result))
+    return type(result)(*(tensor[index] for tensor in result))
 
 
-def assert_same_bits(actual: Result, expected: Result, what: str) -> None:
-    for name, a, e in zip(Result._fields, actual, expected, strict=True):
+def assert_same_bits(
+    actual: Result | EntropyResult, expected: Result | EntropyResult, what: str
+) -> None:
+    for name, a, e in zip(expected._fields, actual, expected, strict=True):
         assert_bitwise_equal(a, e, f"{what}: {name}")
 
 
@@ -126,6 +163,8 @@ def kernel_serves(device: str, dtype: torch.dtype) -> bool:
 _INSIDE = {
     torch.ops.rl_logp.fused_logp_forward.default: ops._forward,
     torch.ops.rl_logp.fused_logp_backward.default: ops._backward,
+    torch.ops.rl_logp.fused_logp_entropy_forward.default: entropy_ops._forward,
+    torch.ops.rl_logp.fused_logp_entropy_backward.default: entropy_ops._backward,
 }
 
 

@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator
 
+import calls
 import pytest
+import shards
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -50,3 +52,20 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
         pytest.skip(f"no {name} kernel is loaded, so the {name} case runs the fallback already")
     with _library.hidden(name):
         yield name
+
+
+@pytest.fixture(
+    params=[calls.call, calls.call_with_entropy], ids=["fused_logp", "fused_logp_entropy"]
+)
+def call(request: pytest.FixtureRequest) -> calls.Call:
+    """One call of an operator with everything it computes: what both of them promise."""
+    return request.param
+
+
+@pytest.fixture(
+    params=[shards.call_in_shards, shards.call_in_shards_with_entropy],
+    ids=["fused_logp", "fused_logp_entropy"],
+)
+def call_in_shards(request: pytest.FixtureRequest) -> calls.Call:
+    """The same over shards of the vocabulary."""
+    return request.param

@@ -1,8 +1,9 @@
 """C1: a row's bits are a function of that row alone: values, target, temperature, upstream."""
 
+import calls
 import pytest
 import torch
-from calls import DTYPES, LAYOUTS, Result, Sample, assert_same_bits, call, relaid, rows_of, sample
+from calls import DTYPES, LAYOUTS, Call, Sample, assert_same_bits, relaid, rows_of, sample
 from torch import Tensor
 
 import rl_logp
@@ -19,7 +20,7 @@ every_vocab = pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
 @every_dtype
 @every_vocab
 def test_a_row_alone_has_the_bits_it_has_among_others(
-    device: str, dtype: torch.dtype, vocab_size: int
+    call: Call, device: str, dtype: torch.dtype, vocab_size: int
 ) -> None:
     case = sample((N, vocab_size), dtype, device)
     whole = call(*case)
@@ -31,7 +32,7 @@ def test_a_row_alone_has_the_bits_it_has_among_others(
 @every_dtype
 @every_vocab
 def test_rows_keep_their_bits_in_any_order_and_company(
-    device: str, dtype: torch.dtype, vocab_size: int
+    call: Call, device: str, dtype: torch.dtype, vocab_size: int
 ) -> None:
     case = sample((N, vocab_size), dtype, device)
     whole = call(*case)
@@ -49,7 +50,7 @@ def test_rows_keep_their_bits_in_any_order_and_company(
 @every_vocab
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout_does_not_reach_the_bits(
-    device: str, dtype: torch.dtype, vocab_size: int, layout: str
+    call: Call, device: str, dtype: torch.dtype, vocab_size: int, layout: str
 ) -> None:
     case = sample((5, 7, vocab_size), dtype, device)
     whole = call(*case)
@@ -57,11 +58,15 @@ def test_layout_does_not_reach_the_bits(
 
 
 @pytest.mark.parametrize("rows", [(35,), (1, 35), (7, 5), (5, 1, 7)], ids=str)
-def test_leading_dimensions_do_not_reach_the_bits(device: str, rows: tuple[int, ...]) -> None:
+def test_leading_dimensions_do_not_reach_the_bits(
+    call: Call, device: str, rows: tuple[int, ...]
+) -> None:
     case = sample((5, 7, 257), torch.bfloat16, device)
     whole = call(*case)
     folded = call(case.logits.reshape(*rows, 257), *(t.reshape(rows) for t in case[1:]))
-    flat = Result(*(t.reshape(whole_t.shape) for t, whole_t in zip(folded, whole, strict=True)))
+    flat = type(whole)(
+        *(t.reshape(whole_t.shape) for t, whole_t in zip(folded, whole, strict=True))
+    )
     assert_same_bits(flat, whole, f"rows {rows}")
 
 
@@ -95,14 +100,16 @@ def test_a_quotient_near_halfway_has_one_gradient_wherever_its_row_begins(
         assert_bitwise_equal(gradient, columns, f"equal columns, {offset} elements further")
 
 
-def test_one_dimensional_logits_have_the_bits_of_a_row(device: str) -> None:
+def test_one_dimensional_logits_have_the_bits_of_a_row(call: Call, device: str) -> None:
     case = sample((3, 257), torch.bfloat16, device)
     for row in range(3):
         assert_same_bits(call(*case.rows(row)), rows_of(call(*case), row), f"row {row} as 1-D")
 
 
 @every_dtype
-def test_expanded_arguments_have_the_bits_of_their_copies(device: str, dtype: torch.dtype) -> None:
+def test_expanded_arguments_have_the_bits_of_their_copies(
+    call: Call, device: str, dtype: torch.dtype
+) -> None:
     one = sample((1, 257), dtype, device)
     expanded = Sample(one.logits.expand(9, 257), *(t.expand(9) for t in one[1:]))
     copied = Sample(*(t.contiguous() for t in expanded))
@@ -110,14 +117,16 @@ def test_expanded_arguments_have_the_bits_of_their_copies(device: str, dtype: to
     assert_same_bits(call(*expanded), call(*copied), "expanded")
 
 
-def test_strided_row_arguments_have_the_bits_of_their_copies(device: str) -> None:
+def test_strided_row_arguments_have_the_bits_of_their_copies(call: Call, device: str) -> None:
     case = sample((8, 257), torch.bfloat16, device)
     every_third = (torch.stack([t] * 3, dim=-1).flatten()[::3] for t in case[1:])
     assert_same_bits(call(case.logits, *every_third), call(*case), "strided row arguments")
 
 
 @pytest.mark.parametrize("target_dtype", [torch.int32, torch.int64], ids=str)
-def test_target_dtype_does_not_reach_the_bits(device: str, target_dtype: torch.dtype) -> None:
+def test_target_dtype_does_not_reach_the_bits(
+    call: Call, device: str, target_dtype: torch.dtype
+) -> None:
     case = sample((N, 257), torch.bfloat16, device)
     other = case._replace(target=case.target.to(target_dtype))
     assert_same_bits(call(*other), call(*case), str(target_dtype))
@@ -126,7 +135,7 @@ def test_target_dtype_does_not_reach_the_bits(device: str, target_dtype: torch.d
 @every_dtype
 def test_grad_mode_and_return_lse_do_not_reach_the_bits(device: str, dtype: torch.dtype) -> None:
     case = sample((N, 257), dtype, device)
-    expected = call(*case)
+    expected = calls.call(*case)
 
     def logp(logits: Tensor) -> Tensor:
         return rl_logp.fused_logp(logits, case.target, temperature=case.temperature)
@@ -142,7 +151,7 @@ def test_grad_mode_and_return_lse_do_not_reach_the_bits(device: str, dtype: torc
 
 
 @pytest.mark.parametrize("way", ["again", "deterministic algorithms", "two threads", "autocast"])
-def test_the_run_does_not_reach_the_bits(device: str, way: str) -> None:
+def test_the_run_does_not_reach_the_bits(call: Call, device: str, way: str) -> None:
     case = sample((N, 2051), torch.bfloat16, device)
     expected = call(*case)
     threads = torch.get_num_threads()
@@ -159,7 +168,9 @@ def test_the_run_does_not_reach_the_bits(device: str, way: str) -> None:
 
 
 @every_dtype
-def test_a_zero_lse_gradient_has_the_bits_of_none(device: str, dtype: torch.dtype) -> None:
+def test_a_zero_lse_gradient_has_the_bits_of_none(
+    call: Call, device: str, dtype: torch.dtype
+) -> None:
     """Whether other rows need the gradient of lse must not be seen in this one."""
     case = sample((N, 257), dtype, device)
     case.logits[0, 3] = 300.0 if dtype == torch.float16 else 3e4  # p is exactly 1

@@ -3,7 +3,7 @@ from the host."""
 
 import pytest
 import torch
-from calls import DTYPES, OperatorsSeen, assert_same_bits, call, rows_of, sample
+from calls import DTYPES, Call, OperatorsSeen, assert_same_bits, call, rows_of, sample
 from torch import Tensor
 
 import rl_logp
@@ -40,7 +40,7 @@ def assert_zero(tensor: Tensor, what: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("value", "target_dtype"), TARGETS)
 def test_any_target_outside_the_vocabulary_is_ignored(
-    device: str, value: int, target_dtype: torch.dtype, dtype: torch.dtype
+    call: Call, device: str, value: int, target_dtype: torch.dtype, dtype: torch.dtype
 ) -> None:
     case = sample((9, V), dtype, device)
     case = case._replace(target=case.target.clamp(min=0).to(target_dtype))
@@ -67,7 +67,7 @@ ROWS = {
 @pytest.mark.parametrize("upstream", [1.0, torch.inf, torch.nan], ids=str)
 @pytest.mark.parametrize("with_temperature", [False, True], ids=["no temperature", "temperature"])
 def test_whatever_the_row_and_its_upstream_gradient_hold(
-    device: str, dtype: torch.dtype, row: str, upstream: float, with_temperature: bool
+    call: Call, device: str, dtype: torch.dtype, row: str, upstream: float, with_temperature: bool
 ) -> None:
     logits = torch.full((3, V), ROWS[row], device=device).to(dtype)
     target = torch.tensor([-100, V, 2**32 + 5], device=device)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from calls import DTYPES, assert_same_bits, call, rows_of, sample
+from calls import DTYPES, Call, assert_same_bits, rows_of, sample
 
 ROWS = {
     "all -inf": [-torch.inf] * 4,
@@ -19,6 +19,7 @@ ROWS = {
 @pytest.mark.parametrize("lse_too", [False, True], ids=["logp", "logp and lse"])
 @pytest.mark.parametrize("with_temperature", [False, True], ids=["no temperature", "temperature"])
 def test_a_zero_upstream_gradient_gives_exactly_zero(
+    call: Call,
     device: str,
     dtype: torch.dtype,
     row: str,
@@ -35,7 +36,7 @@ def test_a_zero_upstream_gradient_gives_exactly_zero(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_zero_rows_leave_the_others_their_bits(device: str, dtype: torch.dtype) -> None:
+def test_zero_rows_leave_the_others_their_bits(call: Call, device: str, dtype: torch.dtype) -> None:
     case = sample((12, 257), dtype, device)
     expected = call(*case)
     masked = torch.arange(12, device=device) % 2 == 0

@@ -3,11 +3,14 @@
 import itertools
 import math
 
+import calls
 import pytest
 import torch
 from calls import (
     DTYPES,
     LAYOUTS,
+    Call,
+    Result,
     Sample,
     assert_same_bits,
     call,
@@ -93,11 +96,14 @@ def test_results_are_as_accurate_as_torch(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_no_order_of_shards_and_no_cut_reaches_the_bits(device: str, dtype: torch.dtype) -> None:
+def test_no_order_of_shards_and_no_cut_reaches_the_bits(
+    call_in_shards: Call, device: str, dtype: torch.dtype
+) -> None:
     case = sample((13, 128), dtype, device)
     whole = call_in_shards(*case)
     if kernel_serves(device, dtype):
-        assert_same_bits(whole, call(*case), "fused_logp")
+        unsharded = calls.call if isinstance(whole, Result) else calls.call_with_entropy
+        assert_same_bits(whole, unsharded(*case), "one operator")
     for cuts in (even_cuts(128, 2), even_cuts(128, 8), (0, 16, 96, 112, 128), (0, 0, 48, 48, 128)):
         assert_same_bits(call_in_shards(*case, cuts=cuts), whole, f"cuts {cuts}")
     states = states_of(*case[:3], (0, 16, 48, 112, 128))
@@ -136,7 +142,7 @@ def test_special_rows_give_what_torch_gives_wherever_they_are_cut(
 @pytest.mark.parametrize("vocab_size", [1, 17, 2051])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_has_its_bits_alone_in_any_layout_and_in_either_dtype(
-    device: str, dtype: torch.dtype, vocab_size: int
+    call_in_shards: Call, device: str, dtype: torch.dtype, vocab_size: int
 ) -> None:
     case = sample((5, 7, vocab_size), dtype, device)
     whole = call_in_shards(*case)
@@ -154,7 +160,7 @@ def test_a_row_has_its_bits_alone_in_any_layout_and_in_either_dtype(
     assert_same_bits(trimmed, whole, "padded")
 
 
-def test_threads_do_not_reach_the_bits() -> None:
+def test_threads_do_not_reach_the_bits(call_in_shards: Call) -> None:
     case = sample((64, 2051), torch.float32)
     whole = call_in_shards(*case)
     before = torch.get_num_threads()
@@ -166,7 +172,9 @@ def test_threads_do_not_reach_the_bits() -> None:
 
 
 @pytest.mark.parametrize(("at", "padding"), [(0, 16), (0, 48), (160, 32), (515, 3), (515, 16)])
-def test_where_columns_of_minus_infinity_change_nothing(device: str, at: int, padding: int) -> None:
+def test_where_columns_of_minus_infinity_change_nothing(
+    call_in_shards: Call, device: str, at: int, padding: int
+) -> None:
     case = sample((11, 515), device=device)
     nothing = case.logits.new_full((11, padding), -torch.inf)
     padded = torch.cat([case.logits[:, :at], nothing, case.logits[:, at:]], -1)
@@ -194,7 +202,7 @@ def test_an_empty_shard_and_rows_that_are_not_asked_for_are_empty(device: str) -
 
 @pytest.mark.parametrize("target", [-1, -100, 64, 2**31, 2**32 + 5, -(2**40)])
 def test_a_target_outside_the_vocabulary_is_ignored_by_every_shard(
-    device: str, target: int
+    call_in_shards: Call, device: str, target: int
 ) -> None:
     logits = torch.full((2, 64), torch.nan, device=device)
     logits[0] = -torch.inf
@@ -215,7 +223,7 @@ def test_a_target_that_no_shard_or_two_hold_has_no_logp(device: str, dtype: torc
     assert twice.isnan().tolist() == [False, True, False]
 
 
-def test_equal_columns_in_several_shards(device: str) -> None:
+def test_equal_columns_in_several_shards(call_in_shards: Call, device: str) -> None:
     """The first of the largest groups is the one that is summed again, whichever shard has it."""
     case = sample((4, 256), torch.bfloat16, device)
     logits = case.logits.clone()
@@ -226,7 +234,7 @@ def test_equal_columns_in_several_shards(device: str) -> None:
         assert_same_bits(call_in_shards(*case, cuts=even_cuts(256, shards)), whole, f"{shards}")
 
 
-def test_a_confident_row_keeps_its_small_logp(device: str) -> None:
+def test_a_confident_row_keeps_its_small_logp(call_in_shards: Call, device: str) -> None:
     """Where one column is nearly all of the sum, logp is what a sum in fp32 would lose."""
     logits = torch.zeros(1, 64, device=device)
     logits[0, 20] = 25.0
@@ -237,7 +245,7 @@ def test_a_confident_row_keeps_its_small_logp(device: str) -> None:
 
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("sign", [1, -1])
-def test_wide_values_are_counted(device: str, sign: int, count: int) -> None:
+def test_wide_values_are_counted(call_in_shards: Call, device: str, sign: int, count: int) -> None:
     logits = torch.full((1, 96), -torch.inf, device=device)
     logits[0, [7, 39, 71][:count]] = sign * 2 * WIDE
     target = torch.tensor([7], device=device)
@@ -259,7 +267,9 @@ def test_a_wide_value_just_below_the_largest_is_nothing_beside_it(device: str, s
         assert call_in_shards(logits, target, cuts=cuts).logp.item() == 0
 
 
-def test_what_is_dropped_does_not_tell_what_had_come_together(device: str) -> None:
+def test_what_is_dropped_does_not_tell_what_had_come_together(
+    call_in_shards: Call, device: str
+) -> None:
     """Beside one large column, shards that hold only small ones: their sums reach further down.
 
     If a counter carried before its bin is dropped, cuts would show in what is left of the sum
@@ -302,7 +312,7 @@ def test_chunks_of_rows_do_not_reach_the_bits_of_the_torch_version(
     assert torch.equal(*states)
 
 
-def test_a_default_dtype_does_not_reach_the_bits(device: str) -> None:
+def test_a_default_dtype_does_not_reach_the_bits(call_in_shards: Call, device: str) -> None:
     case = sample((5, 100), torch.float32, device)
     case = case._replace(logits=case.logits + 20000)  # bins of numbers that bf16 does not hold
     whole = call_in_shards(*case)

@@ -6,7 +6,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from rl_logp.reference import reference, scaled
+from rl_logp.reference import entropy, reference, scaled
 
 ROWS = [
     [0.0, 2.0, -1.5],
@@ -46,6 +46,41 @@ def test_a_row_by_hand(
     assert actual.logp.item() == pytest.approx(logp, rel=1e-14, abs=1e-14)
     assert actual.lse.item() == pytest.approx(lse, rel=1e-15)
     assert actual.dlogits[0].tolist() == pytest.approx(dlogits, rel=1e-13, abs=1e-16)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+@pytest.mark.parametrize("target", [0, 2, -100])
+@pytest.mark.parametrize(("g", "g_lse", "g_entropy"), [(1, 0, -0.5), (0, 0, 2), (-0.7, 0.3, 1)])
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_an_entropy_by_hand(
+    row: list[float], target: int, g: float, g_lse: float, g_entropy: float, temperature: float
+) -> None:
+    y = [x / temperature for x in row]  # exact: a power of two
+    top = max(y)
+    total = math.fsum(math.exp(x - top) for x in y)
+    p = [math.exp(x - top) / total for x in y]
+    mean = math.fsum(q * x for q, x in zip(p, y, strict=True) if q)
+    expected = math.log(total) - math.fsum(q * (x - top) for q, x in zip(p, y, strict=True) if q)
+    logits = torch.tensor([row])
+    assert entropy(logits, temperature=temperature).item() == pytest.approx(
+        expected, rel=1e-13, abs=1e-15
+    )
+    upstream = (torch.tensor([value], dtype=torch.float64) for value in (g, g_lse, g_entropy))
+    grad_logp, grad_lse, grad_entropy = upstream
+    actual = reference(
+        logits,
+        torch.tensor([target]),
+        temperature=temperature,
+        grad_logp=grad_logp,
+        grad_lse=grad_lse,
+        grad_entropy=grad_entropy,
+    )
+    _, _, d = by_hand(y, target, temperature, g, g_lse)
+    of_entropy = [
+        g_entropy * q * (mean - x) / temperature if q else 0.0 for q, x in zip(p, y, strict=True)
+    ]
+    d = [a + b for a, b in zip(d, of_entropy, strict=True)]
+    assert actual.dlogits[0].tolist() == pytest.approx(d, rel=1e-12, abs=1e-15)
 
 
 def test_the_defaults_are_an_upstream_gradient_of_one_for_logp() -> None:

@@ -22,7 +22,7 @@ def test_of_a_call():
 dynamo:
     logits: bf16[4, 7]
     target: i64[4]
-    fused_logp: f32[4] = rl_logp.fused_logp(logits, target, None)
+    fused_logp: f32[4] = rl_logp.fused_logp(logits, target, None, False)
     return fused_logp
 forward:
     logits: bf16[4, 7]
@@ -56,7 +56,7 @@ dynamo:
     getitem: bf16[2, 4, 7] = getitem(logits, (slice(None, None, None), slice(None, -1, None)))
     getitem_1: i64[2, 4] = getitem(target, (slice(None, None, None), slice(1, None, None)))
     scale: f32[] = full((), 0.7, dtype=torch.float32, device=cpu)
-    fused_logp: f32[2, 4] = rl_logp.fused_logp(getitem, getitem_1, scale)
+    fused_logp: f32[2, 4] = rl_logp.fused_logp(getitem, getitem_1, scale, False)
     return fused_logp
 forward:
     logits: bf16[2, 5, 7]
@@ -94,7 +94,7 @@ dynamo:
     logits: bf16[4, 7]
     target: i64[4]
     temperature: f32[4]
-    fused_logp_with_lse = rl_logp.fused_logp_with_lse(logits, target, temperature)
+    fused_logp_with_lse = rl_logp.fused_logp_with_lse(logits, target, temperature, False)
     logp: f32[4] = fused_logp_with_lse[0]
     lse: f64[4] = fused_logp_with_lse[1]
     return logp, lse

@@ -4,6 +4,7 @@ import torch.distributed as _distributed
 
 from rl_logp import entropy_ops as _entropy_ops  # noqa: F401 (the same, with entropies)
 from rl_logp import entropy_shard_ops as _entropy_shard_ops  # noqa: F401 (the same, of shards)
+from rl_logp import inplace_ops as _inplace_ops  # noqa: F401 (the same, over the logits)
 from rl_logp import ops as _ops  # noqa: F401 (registers torch.ops.rl_logp)
 from rl_logp import shard_ops as _shard_ops  # noqa: F401 (the same, on shards of the vocabulary)
 from rl_logp._library import Backend, backends, require_kernel

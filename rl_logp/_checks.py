@@ -214,3 +214,21 @@ def kernel_layout(logits: Tensor) -> Tensor:
     if logits.shape[-1] == 1 or logits.stride(-1) == 1:
         return logits
     return logits.contiguous()
+
+
+def writable(logits: Tensor) -> None:
+    """Raises ValueError unless the gradient of logits can take their place, without a copy."""
+    if logits.shape[-1] > 1 and logits.stride(-1) != 1:
+        raise ValueError(
+            "fused_logp: expected logits whose last dimension has stride 1 where"
+            f" inplace_backward=True, got strides {tuple(logits.stride())}"
+        )
+    end = 0  # of what the dimensions before take, counted from an element's own place
+    for stride, size in sorted(zip(logits.stride(), logits.shape, strict=True)):
+        if size > 1 and stride <= end and logits.numel():
+            raise ValueError(
+                "fused_logp: expected logits whose elements do not share memory where"
+                f" inplace_backward=True, got shape {tuple(logits.shape)} and strides"
+                f" {tuple(logits.stride())}"
+            )
+        end += (size - 1) * stride

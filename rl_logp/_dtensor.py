@@ -45,9 +45,9 @@ def _by_rows(logits, others: tuple, outputs: int) -> list:
 
 
 @register_sharding(_OPS.fused_logp_forward.default)
-def _forward_sharding(logits, target, temperature, all_rows):
+def _forward_sharding(logits, target, temperature, *options):
     strategies = _by_rows(logits, (logits, target, temperature), 2)
-    return [(outputs, [*inputs, None]) for outputs, inputs in strategies]
+    return [(outputs, [*inputs, *[None] * len(options)]) for outputs, inputs in strategies]
 
 
 @register_sharding(_OPS.fused_logp_backward.default)
@@ -69,6 +69,52 @@ def _entropy_backward_sharding(
     tensors = (grad_logp, grad_entropy, grad_lse, logits, target, temperature, lse, mean)
     strategies = _by_rows(logits, tensors, 1)
     return [(outputs, [*inputs, *[None] * len(numbers)]) for outputs, inputs in strategies]
+
+
+def no_inplace_backward(logits: Any) -> ValueError:
+    return ValueError(
+        "fused_logp: expected logits that are not sharded on the vocabulary where"
+        f" inplace_backward=True, got {logits.placements}"
+    )
+
+
+def writable(logits: Any) -> Tensor:
+    """This process's part of logits that their gradient is to overwrite, where it could."""
+    if any(placement.is_partial() for placement in logits.placements):
+        raise ValueError(
+            "fused_logp: expected no partial sums where inplace_backward=True,"
+            f" got {logits.placements}"
+        )
+    with torch.no_grad():  # so that it is the tensor that others count the versions of
+        return logits.to_local()
+
+
+def backward_(
+    grad_logp: Any,
+    grad_lse: Any,
+    logits: Any,
+    local_logits: Tensor,
+    target: Any,
+    temperature: Any,
+    lse: Any,
+    *numbers,
+) -> None:
+    """fused_logp_backward_ where the logits lie: all else is brought there, O(N) as it is."""
+    mesh, rows = logits.device_mesh, logits.placements
+
+    def local(tensor: Any) -> Any:
+        return None if tensor is None else _local("fused_logp", "", tensor, mesh, rows)
+
+    torch.autograd.graph.increment_version(logits)  # beside that of its local tensor
+    _OPS.fused_logp_backward_(
+        local(grad_logp),
+        local(grad_lse),
+        local_logits,
+        local(target),
+        local(temperature),
+        local(lse),
+        *numbers,
+    )
 
 
 def is_vocab_sharded(logits: Tensor) -> bool:

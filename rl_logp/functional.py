@@ -16,6 +16,7 @@ def fused_logp(
     temperature: Union[float, Tensor] = ...,
     return_lse: Literal[False] = ...,
     require_kernel: bool = ...,
+    inplace_backward: bool = ...,
 ) -> Tensor: ...
 @overload
 def fused_logp(
@@ -25,6 +26,7 @@ def fused_logp(
     temperature: Union[float, Tensor] = ...,
     return_lse: Literal[True],
     require_kernel: bool = ...,
+    inplace_backward: bool = ...,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def fused_logp(
@@ -34,6 +36,7 @@ def fused_logp(
     temperature: Union[float, Tensor] = ...,
     return_lse: bool,
     require_kernel: bool = ...,
+    inplace_backward: bool = ...,
 ) -> Union[Tensor, tuple[Tensor, Tensor]]: ...
 
 
@@ -44,6 +47,7 @@ def fused_logp(
     temperature: Union[float, Tensor] = 1.0,
     return_lse: bool = False,
     require_kernel: bool = False,
+    inplace_backward: bool = False,
 ) -> Union[Tensor, tuple[Tensor, Tensor]]:
     r"""Log-probability, in nats, of each row's target under ``softmax(logits / temperature)``.
 
@@ -63,6 +67,11 @@ def fused_logp(
         return_lse: also return ``logsumexp(y)``, of every row, ignored ones too. It is
             differentiable.
         require_kernel: raise RuntimeError where the chunked fallback would serve the call.
+        inplace_backward: the backward writes the gradient over ``logits``, which hold it from then
+            on, and so takes no memory of their size. Whatever else autograd saved of them raises
+            when it comes to use it; a reader that autograd does not know of finds the gradient.
+            In compiled code and under saved-tensor hooks (activation checkpointing) the gradient is
+            a new tensor nevertheless. docs/memory.md says when this is safe.
 
     Returns:
         ``logp``, fp32, of target's shape; with ``return_lse`` a pair ``(logp, lse)``, ``lse`` fp64.
@@ -70,12 +79,17 @@ def fused_logp(
     Raises:
         TypeError: for a wrong dtype.
         ValueError: for a wrong shape or device; for a temperature that requires grad or, where it
-            can be known without waiting for a device, is not > 0 and finite.
-        RuntimeError: for a second derivative, or where ``require_kernel`` cannot be met.
+            can be known without waiting for a device, is not > 0 and finite. With
+            ``inplace_backward``, for logits that are a leaf that requires grad or a view of one,
+            whose last dimension has not stride 1, whose elements share memory, or that are a
+            DTensor sharded on the vocabulary or the local tensor of one.
+        RuntimeError: for a second derivative, or where ``require_kernel`` cannot be met. With
+            ``inplace_backward``, from a second backward or one with ``create_graph``.
 
     A row's ``logp``, ``lse`` and gradient have bits that depend on that row's values, target,
     temperature and upstream gradient alone, and so not on the other rows, their number or the
-    layout. Nothing of logits' size is allocated but its gradient.
+    layout. Nothing of logits' size is allocated but its gradient, and that neither with
+    ``inplace_backward``, which has the same bits.
 
     >>> import torch, rl_logp
     >>> logits = torch.zeros(2, 4, requires_grad=True)
@@ -94,12 +108,14 @@ def fused_logp(
         from rl_logp import _dtensor
 
         if _dtensor.is_vocab_sharded(logits):
+            if inplace_backward:
+                raise _dtensor.no_inplace_backward(logits)
             logp, lse = _dtensor.score("fused_logp", logits, target, scale, all_rows=return_lse)
             return (logp, lse) if return_lse else logp
         target, scale = _dtensor.per_row("fused_logp", logits, target=target, temperature=scale)
     if not return_lse:
-        return torch.ops.rl_logp.fused_logp(logits, target, scale)
-    return torch.ops.rl_logp.fused_logp_with_lse(logits, target, scale)
+        return torch.ops.rl_logp.fused_logp(logits, target, scale, inplace_backward)
+    return torch.ops.rl_logp.fused_logp_with_lse(logits, target, scale, inplace_backward)
 
 
 def fused_logp_entropy(
@@ -209,12 +225,17 @@ class FusedLogp(torch.nn.Module):
     """
 
     def __init__(
-        self, temperature: float = 1.0, return_lse: bool = False, require_kernel: bool = False
+        self,
+        temperature: float = 1.0,
+        return_lse: bool = False,
+        require_kernel: bool = False,
+        inplace_backward: bool = False,
     ) -> None:
         super().__init__()
         self.temperature = temperature
         self.return_lse = return_lse
         self.require_kernel = require_kernel
+        self.inplace_backward = inplace_backward
 
     def forward(self, logits: Tensor, target: Tensor):
         return fused_logp(
@@ -223,7 +244,9 @@ class FusedLogp(torch.nn.Module):
             temperature=self.temperature,
             return_lse=self.return_lse,
             require_kernel=self.require_kernel,
+            inplace_backward=self.inplace_backward,
         )
 
     def extra_repr(self) -> str:
-        return f"temperature={self.temperature}, return_lse={self.return_lse}"
+        options = f"temperature={self.temperature}, return_lse={self.return_lse}"
+        return f"{options}, inplace_backward=True" if self.inplace_backward else options

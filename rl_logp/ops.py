@@ -4,6 +4,7 @@
     fused_logp_with_lse   the same with return_lse=True: (logp, lse)
     fused_logp_forward    (logp, lse), with autograd; its backward is
     fused_logp_backward   dlogits from the saved lse; once differentiable
+    fused_logp_backward_  the same, written over the logits (inplace_ops.py)
 
     fused_logp_entropy, fused_entropy, fused_logp_entropy_forward, fused_logp_entropy_backward
                           the same with the entropy of the row beside logp (entropy_ops.py)
@@ -26,19 +27,22 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from rl_logp import _checks, _library, chunked
+from rl_logp import _checks, _inplace, _library, chunked
 
 # A Library unregisters its operators when it is collected, so it lives as long as the module does.
 _lib = torch.library.Library("rl_logp", "DEF")
 
-_lib.define("fused_logp(Tensor logits, Tensor target, Tensor? temperature=None) -> Tensor")
 _lib.define(
-    "fused_logp_with_lse(Tensor logits, Tensor target, Tensor? temperature=None)"
-    " -> (Tensor logp, Tensor lse)"
+    "fused_logp(Tensor logits, Tensor target, Tensor? temperature=None,"
+    " bool inplace_backward=False) -> Tensor"
 )
 _lib.define(
-    "fused_logp_forward(Tensor logits, Tensor target, Tensor? temperature, bool all_rows)"
-    " -> (Tensor logp, Tensor lse)"
+    "fused_logp_with_lse(Tensor logits, Tensor target, Tensor? temperature=None,"
+    " bool inplace_backward=False) -> (Tensor logp, Tensor lse)"
+)
+_lib.define(
+    "fused_logp_forward(Tensor logits, Tensor target, Tensor? temperature, bool all_rows,"
+    " bool inplace_backward=False) -> (Tensor logp, Tensor lse)"
 )
 _lib.define(
     "fused_logp_backward(Tensor? grad_logp, Tensor? grad_lse, Tensor logits, Tensor target,"
@@ -58,6 +62,11 @@ _lib.define(
     "fused_logp_entropy_backward(Tensor? grad_logp, Tensor? grad_entropy, Tensor? grad_lse,"
     " Tensor logits, Tensor target, Tensor? temperature, Tensor lse, Tensor mean,"
     " SymInt vocab_start, SymInt vocab_size, bool sharded=False) -> Tensor"
+)
+_lib.define(
+    "fused_logp_backward_(Tensor? grad_logp, Tensor? grad_lse, Tensor(a!) logits, Tensor target,"
+    " Tensor? temperature, Tensor lse, SymInt vocab_start, SymInt vocab_size,"
+    " bool sharded=False) -> ()"
 )
 _lib.define(
     "fused_logp_partial(Tensor logits, Tensor target, Tensor? temperature, bool all_rows,"
@@ -110,23 +119,35 @@ _library.load()
 
 
 # --- fused_logp and fused_logp_with_lse: the composites -------------------------------------------
-def _fused_logp(logits: Tensor, target: Tensor, temperature: Optional[Tensor] = None) -> Tensor:
+def _fused_logp(
+    logits: Tensor,
+    target: Tensor,
+    temperature: Optional[Tensor] = None,
+    inplace_backward: bool = False,
+) -> Tensor:
     _checks.reverse_mode(logits)
-    return torch.ops.rl_logp.fused_logp_forward(logits, target, temperature, False)[0]
+    return torch.ops.rl_logp.fused_logp_forward(
+        logits, target, temperature, False, inplace_backward
+    )[0]
 
 
 def _fused_logp_with_lse(
-    logits: Tensor, target: Tensor, temperature: Optional[Tensor] = None
+    logits: Tensor,
+    target: Tensor,
+    temperature: Optional[Tensor] = None,
+    inplace_backward: bool = False,
 ) -> tuple[Tensor, Tensor]:
     _checks.reverse_mode(logits)
-    return torch.ops.rl_logp.fused_logp_forward(logits, target, temperature, True)
+    return torch.ops.rl_logp.fused_logp_forward(logits, target, temperature, True, inplace_backward)
 
 
 _lib.impl("fused_logp", _fused_logp, "CompositeImplicitAutograd")
 _lib.impl("fused_logp_with_lse", _fused_logp_with_lse, "CompositeImplicitAutograd")
 
 
-def batched(info, in_dims, logits: Tensor, target: Tensor, temperature: Optional[Tensor] = None):
+def batched(
+    info, in_dims, logits: Tensor, target: Tensor, temperature: Optional[Tensor] = None, *options
+):
     """The arguments of a vmapped call as those of one call, whose first dimension is vmap's."""
 
     def in_front(tensor: Tensor, dim: Optional[int]) -> Tensor:
@@ -140,7 +161,7 @@ def batched(info, in_dims, logits: Tensor, target: Tensor, temperature: Optional
         temperature = in_front(temperature, temperature_dim[0])
         if temperature.dim() == 1:  # one a sample, for all of the sample's rows
             temperature = temperature.reshape(-1, *[1] * (target.dim() - 1)).expand(target.shape)
-    return logits, target, temperature
+    return logits, target, temperature, *options
 
 
 def _fused_logp_vmap(info, in_dims, *args):
@@ -163,7 +184,11 @@ def forward_outputs(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _forward(
-    logits: Tensor, target: Tensor, temperature: Optional[Tensor], all_rows: bool
+    logits: Tensor,
+    target: Tensor,
+    temperature: Optional[Tensor],
+    all_rows: bool,
+    inplace_backward: bool = False,
 ) -> tuple[Tensor, Tensor]:
     _checks.forward(logits, target, temperature)
     _checks.temperature_values(temperature)
@@ -177,7 +202,7 @@ def _forward(
     return logp, lse
 
 
-def _forward_fake(logits, target, temperature, all_rows):
+def _forward_fake(logits, target, temperature, all_rows, inplace_backward=False):
     _checks.forward(logits, target, temperature)
     return forward_outputs(logits, target)
 
@@ -211,11 +236,16 @@ def dlogits_of(ctx, grad_logp: Optional[Tensor], grad_lse: Optional[Tensor]) -> 
 
 
 def _save_for_backward(ctx, inputs, output) -> None:
-    save_for_backward(ctx, inputs, output[1:], 0, inputs[0].shape[-1])
+    logits, inplace_backward = inputs[0], inputs[4]
+    save_for_backward(ctx, inputs, output[1:], 0, logits.shape[-1])
+    _inplace.prepare(ctx, logits, inplace_backward)
 
 
 def _forward_autograd(ctx, grad_logp: Optional[Tensor], grad_lse: Optional[Tensor]):
-    return dlogits_of(ctx, grad_logp, grad_lse), None, None, None
+    # Compiled autograd traces what ran uncompiled.
+    overwrites = ctx.overwrites and not torch.compiler.is_compiling()
+    dlogits = (_inplace.overwrite if overwrites else dlogits_of)(ctx, grad_logp, grad_lse)
+    return dlogits, None, None, None, None
 
 
 torch.library.register_autograd(
@@ -238,15 +268,27 @@ def _backward(
     arguments = (logits, target, temperature, lse, vocab_start, vocab_size)
     _checks.backward(grad_logp, grad_lse, *arguments)
     dlogits = backward_output(logits)
+    write_dlogits(grad_logp, grad_lse, arguments, sharded, dlogits)
+    return dlogits
+
+
+def write_dlogits(
+    grad_logp: Optional[Tensor],
+    grad_lse: Optional[Tensor],
+    arguments: tuple[Tensor, Tensor, Optional[Tensor], Tensor, int, int],
+    sharded: bool,
+    dlogits: Tensor,
+) -> None:
+    """``arguments``: logits, which dlogits may be, target, temperature, lse and the shard."""
+    logits = arguments[0]
     if logits.shape[-1] == 0:
-        return dlogits
+        return
     if _library.kernel_for(logits.device.type, logits.dtype).available:
         torch.ops.rl_logp._fused_logp_backward_out(
             grad_logp, grad_lse, _checks.kernel_layout(logits), *arguments[1:], dlogits
         )
     else:
         chunked.backward(grad_logp, grad_lse, *arguments, dlogits, sharded=sharded)
-    return dlogits
 
 
 def backward_output(logits: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ looked at. Processes that really are several are in compile_tests/test_vocab_par
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -123,3 +123,122 @@ def test_what_cannot_be_scored_is_said_of_the_function_that_was_called(
     logits = DTensor.from_local(LOGITS, mesh, placements, run_check=False)
     with pytest.raises(ValueError, match=f"^{re.escape(f'{score.__name__}: {message}')}$"):
         score(logits, TARGET)
+
+
+# --- inplace_backward=True ------------------------------------------------------------------------
+ROWS = [
+    (Replicate(), Replicate()),
+    (Shard(0), Replicate()),
+    (Shard(1), Shard(0)),
+]
+
+
+def placed(mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[Any, Any]:
+    """Logits that something computed, and their targets."""
+    logits: Any = distribute_tensor(LOGITS, mesh, placements)
+    rows = [Replicate() if placement.is_shard(2) else placement for placement in placements]
+    return logits.requires_grad_() * 1.5, distribute_tensor(TARGET, mesh, rows)
+
+
+def inplace(logits: Any, target: Any) -> Any:
+    return rl_logp.fused_logp(
+        logits, target, temperature=0.7, return_lse=True, inplace_backward=True
+    )
+
+
+@pytest.mark.parametrize("placements", ROWS, ids=str)
+def test_the_gradient_is_written_over_each_process_part(
+    mesh: DeviceMesh, placements: tuple[Placement, ...]
+) -> None:
+    logits, target = placed(mesh, placements)
+    version = logits._version
+    with torch.no_grad():
+        local = logits.to_local()
+    expected = local.clone().requires_grad_()
+    outputs = inplace(logits, target)
+    with CommDebugMode() as communication:
+        (dlogits,) = torch.autograd.grad(outputs, logits, [torch.ones_like(o) for o in outputs])
+    assert communication.get_total_counts() == 0
+    assert dlogits.placements == placements
+    assert dlogits.to_local().data_ptr() == local.data_ptr()
+    assert logits._version > version
+    outputs = rl_logp.fused_logp(expected, target.to_local(), temperature=0.7, return_lse=True)
+    (expected,) = torch.autograd.grad(outputs, expected, [torch.ones_like(o) for o in outputs])
+    assert_bitwise_equal(local, expected, "this process's part")
+
+
+def test_rows_that_are_sharded_for_the_op_alone(mesh: DeviceMesh) -> None:
+    """Each process has all logits, and scores some rows: what is written is all of them."""
+    logits, _ = placed(mesh, [Replicate(), Replicate()])
+    target = distribute_tensor(TARGET, mesh, [Shard(0), Replicate()])
+    (dlogits,) = torch.autograd.grad(inplace(logits, target)[0].sum(), logits)
+    assert dlogits.placements == (Replicate(), Replicate())
+    assert dlogits.to_local().shape == LOGITS.shape
+
+
+@pytest.mark.parametrize(
+    "other", [lambda logits: logits.to_local().sin().sum(), lambda logits: logits.sin().sum()]
+)
+@pytest.mark.parametrize("called", ["before", "after"])
+def test_what_has_saved_the_dtensor_or_its_local_tensor_raises(
+    mesh: DeviceMesh, other: Callable, called: str
+) -> None:
+    logits, target = placed(mesh, [Shard(0), Replicate()])
+    first = other(logits) if called == "before" else None
+    logp = inplace(logits, target)[0].sum()
+    saved = other(logits) if first is None else first
+    logp.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match=r"modified (by an )?inplace"):
+        saved.backward()
+
+
+LEAF = "expected logits that were computed where inplace_backward=True, got a leaf"
+LOCAL = "expected a DTensor itself where inplace_backward=True, got its local tensor"
+
+
+@pytest.mark.parametrize(
+    ("relay", "message"),
+    [
+        pytest.param(lambda x: x.detach().requires_grad_(), LEAF, id="a leaf"),
+        pytest.param(lambda x: x.detach().requires_grad_()[:, :3], LEAF, id="a view of a leaf"),
+        pytest.param(lambda x: x.to_local(), LOCAL, id="the local tensor"),
+        pytest.param(lambda x: x.to_local()[:, :3], LOCAL, id="a view of the local tensor"),
+    ],
+)
+def test_what_could_be_overwritten_unseen_is_refused(
+    mesh: DeviceMesh, relay: Callable[[Any], Any], message: str
+) -> None:
+    logits, target = placed(mesh, [Shard(0), Replicate()])
+    logits = relay(logits)
+    target = target if isinstance(logits, DTensor) else target.to_local()
+    with pytest.raises(ValueError, match=f"^fused_logp: {message}"):
+        inplace(logits, target[:, : logits.shape[1]])
+
+
+def test_what_is_computed_from_a_local_tensor_is_not(mesh: DeviceMesh) -> None:
+    logits, target = placed(mesh, [Shard(0), Replicate()])
+    logits = (logits.to_local() * 2)[:, :3]
+    (dlogits,) = torch.autograd.grad(inplace(logits, target.to_local()[:, :3])[0].sum(), logits)
+    assert dlogits.data_ptr() == logits.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("placements", "message"),
+    [
+        ((Replicate(), Shard(2)), "logits that are not sharded on the vocabulary"),
+        ((Partial(), Replicate()), "no partial sums"),
+    ],
+    ids=["vocabulary", "sums"],
+)
+def test_dtensors_without_a_gradient_in_place(
+    mesh: DeviceMesh, placements: tuple[Placement, ...], message: str
+) -> None:
+    logits: Any = DTensor.from_local(LOGITS, mesh, placements, run_check=False).requires_grad_()
+    target = distribute_tensor(TARGET, mesh, [Replicate(), Replicate()])
+    with pytest.raises(
+        ValueError,
+        match=re.escape(
+            f"fused_logp: expected {message} where inplace_backward=True, got {placements}"
+        ),
+    ):
+        inplace(logits * 2, target)

@@ -83,6 +83,19 @@ def test_fused_logp_forward(
     )
 
 
+def backward_arguments(case: Sample, upstream: str) -> tuple:
+    return (
+        case.grad_logp if upstream in ("logp", "both") else None,
+        case.grad_lse if upstream in ("lse", "both") else None,
+        case.logits,
+        case.target,
+        case.temperature if upstream == "both" else None,
+        call(*case).lse,
+        0,
+        19,
+    )
+
+
 @forms
 @pytest.mark.parametrize("upstream", ["logp", "lse", "both", "neither"])
 def test_fused_logp_backward(
@@ -93,17 +106,7 @@ def test_fused_logp_backward(
     requires_grad: bool,
     upstream: str,
 ) -> None:
-    case = arguments(dtype, rows, strided, requires_grad, device)
-    args = (
-        case.grad_logp if upstream in ("logp", "both") else None,
-        case.grad_lse if upstream in ("lse", "both") else None,
-        case.logits,
-        case.target,
-        case.temperature if upstream == "both" else None,
-        call(*case).lse,
-        0,
-        19,
-    )
+    args = backward_arguments(arguments(dtype, rows, strided, requires_grad, device), upstream)
     if not requires_grad:
         return opcheck(ops.fused_logp_backward.default, *args)
     # The last utility differentiates what requires grad, which is a second derivative (C14).
@@ -116,6 +119,23 @@ def divisor(case: Sample, form: str) -> Tensor | None:
     if form == "none":
         return None
     return case.temperature if form == "per row" else torch.tensor(0.7, device=case.logits.device)
+
+
+@forms
+@pytest.mark.parametrize("upstream", ["logp", "lse", "both"])
+def test_fused_logp_backward_in_place(
+    device: str,
+    dtype: torch.dtype,
+    rows: int,
+    strided: bool,
+    requires_grad: bool,
+    upstream: str,
+) -> None:
+    args = backward_arguments(arguments(dtype, rows, strided, requires_grad, device), upstream)
+    if not requires_grad:
+        return opcheck(ops.fused_logp_backward_.default, *args)
+    with pytest.raises(OpCheckError, match="expected no tensor that requires grad"):
+        opcheck(ops.fused_logp_backward_.default, *args)
 
 
 @pytest.mark.parametrize("start", [0, 16])

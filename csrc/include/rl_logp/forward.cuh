@@ -198,10 +198,10 @@ __device__ __forceinline__ PartialRow<typename Traits::Kind> sum_of_tiles(
   return partial;
 }
 
-// Before Hopper the compiler needs the registers of one block more, or it spills.
+// Before Hopper the compiler needs more registers, or it spills.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 template <class Traits>
-constexpr int kBlocksAtOnce = Traits::kMinBlocks > 1 ? Traits::kMinBlocks - 1 : 1;
+constexpr int kBlocksAtOnce = Traits::kMinBlocks > 1 ? Traits::kMinBlocks * 5 / 6 : 1;
 #else
 template <class Traits>
 constexpr int kBlocksAtOnce = Traits::kMinBlocks;

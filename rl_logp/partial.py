@@ -19,7 +19,7 @@ from rl_logp._state import GROUP, NO_GROUP
 _SMALLEST_DIFFERENCE = -128.0
 
 # fp32 elements beside y that a column takes at most, and a row (whose largest group is in fp64).
-_COLUMN_ELEMENTS = 6
+_COLUMN_ELEMENTS = 7
 _ROW_ELEMENTS = 256
 # The CPU is fastest where a chunk stays in its caches.
 _CPU_ELEMENTS = 2**21

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <type_traits>
 #include <vector>
 
 #include "check.h"
@@ -12,16 +13,28 @@ namespace host_test {
 
 using Row = std::vector<float>;
 
+// Of a Kind: Unweighted or Weighted (row_state.h).
+template <class Kind>
 struct PartialRow {
-  rl_logp::ExactSum sum;
+  typename Kind::Sum sum;
   rl_logp::LargestGroup largest;
 };
+
+template <class Kind>
+using StateOf = std::conditional_t<Kind::kWeighted, rl_logp::WeightedRowState, rl_logp::RowState>;
 
 inline bool operator==(const rl_logp::ExactSum& a, const rl_logp::ExactSum& b) {
   return a.top == b.top && a.high == b.high && a.middle == b.middle && a.low == b.low;
 }
 
-inline void merge(PartialRow& row, const PartialRow& other) {
+inline bool operator==(const rl_logp::WeightedSum& a, const rl_logp::WeightedSum& b) {
+  return static_cast<const rl_logp::ExactSum&>(a) == static_cast<const rl_logp::ExactSum&>(b) &&
+         a.weighted_high == b.weighted_high && a.weighted_middle == b.weighted_middle &&
+         a.weighted_low == b.weighted_low;
+}
+
+template <class Kind>
+void merge(PartialRow<Kind>& row, const PartialRow<Kind>& other) {
   rl_logp::merge(row.sum, other.sum);
   if (rl_logp::is_before(other.largest, row.largest)) row.largest = other.largest;
 }
@@ -39,7 +52,8 @@ inline rl_logp::GroupValues group_values(const Row& row, uint32_t group) {
   return values;
 }
 
-inline void add_group(PartialRow& partial, const Row& row, uint32_t group) {
+template <class Kind>
+void add_group(PartialRow<Kind>& partial, const Row& row, uint32_t group) {
   const rl_logp::GroupValues values = group_values(row, group);
   const float largest = rl_logp::largest_of(values.y);
   rl_logp::add_group(partial.sum, values.y, largest);
@@ -47,8 +61,9 @@ inline void add_group(PartialRow& partial, const Row& row, uint32_t group) {
   if (rl_logp::is_before(candidate, partial.largest)) partial.largest = candidate;
 }
 
-inline PartialRow sum_groups(const Row& row, const std::vector<uint32_t>& groups) {
-  PartialRow partial;
+template <class Kind>
+PartialRow<Kind> sum_groups(const Row& row, const std::vector<uint32_t>& groups) {
+  PartialRow<Kind> partial;
   for (uint32_t group : groups) add_group(partial, row, group);
   return partial;
 }
@@ -61,22 +76,28 @@ inline std::vector<uint32_t> in_order(const Row& row) {
 
 // As finish_row (partial_row.cuh) does it with one warp; `first_group` is the number of the row's
 // first group in the vocabulary.
-inline rl_logp::RowState finish(const PartialRow& partial, const Row& row, uint32_t first_group) {
+template <class Kind>
+StateOf<Kind> finish(const PartialRow<Kind>& partial, const Row& row, uint32_t first_group) {
   const float largest = partial.largest.largest + 0.0f;  // -0 counts as 0
-  rl_logp::LargestTerm term;
+  typename Kind::Term term;
   if (rl_logp::absolute(largest) < rl_logp::kInfinity) {
-    term = rl_logp::largest_term<rl_logp::Unweighted>(
-        group_values(row, partial.largest.group).y, largest);
+    term = rl_logp::largest_term<Kind>(group_values(row, partial.largest.group).y, largest);
   }
-  return rl_logp::RowState(partial.sum, {largest, partial.largest.group + first_group}, term);
+  return StateOf<Kind>(partial.sum, {largest, partial.largest.group + first_group}, term);
 }
 
-inline rl_logp::RowState state_of(const Row& row, uint32_t first_group = 0) {
-  return finish(sum_groups(row, in_order(row)), row, first_group);
+template <class Kind>
+StateOf<Kind> state_of(const Row& row, uint32_t first_group = 0) {
+  return finish(sum_groups<Kind>(row, in_order(row)), row, first_group);
 }
 
 inline rl_logp::LogSumExp log_sum_exp_of(const Row& row) {
-  return rl_logp::result_of(state_of(row));
+  return rl_logp::result_of(state_of<rl_logp::Unweighted>(row));
+}
+
+// With an entropy.
+inline rl_logp::RowResult result_of(const Row& row) {
+  return rl_logp::result_of(state_of<rl_logp::Weighted>(row));
 }
 
 // The sum of exp(y - largest) over all columns but one that is `largest`, in long double.

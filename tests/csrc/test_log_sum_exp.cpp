@@ -11,6 +11,7 @@ using host_test::log_sum_exp_of;
 using host_test::Random;
 using host_test::Row;
 using host_test::same_bits;
+using PartialRow = host_test::PartialRow<Unweighted>;
 
 constexpr float kLowest = -0x1.fffffep127f;  // finfo.min
 constexpr float kHighest = 0x1.fffffep127f;
@@ -260,8 +261,8 @@ void nan_and_infinity_reach_the_whole_row() {
 }
 
 // `count` groups of equal columns, which no memory needs to hold.
-host_test::PartialRow repeated(const Row& group, uint64_t count) {
-  host_test::PartialRow once, total;
+PartialRow repeated(const Row& group, uint64_t count) {
+  PartialRow once, total;
   host_test::add_group(once, group, 0);
   for (; count > 0; count >>= 1) {
     if (count & 1) host_test::merge(total, once);
@@ -276,7 +277,7 @@ void vocabularies_around_2_to_the_31_and_beyond() {
         (1ull << 34) - 1}) {
     for (float y : {0.0f, 3.25f, -2500.0f, 1e6f, 0x1p29f, kHighest, kLowest}) {
       const Row group(kGroup, y);
-      host_test::PartialRow row = repeated(group, columns / kGroup);
+      PartialRow row = repeated(group, columns / kGroup);
       const Row last(columns % kGroup, y);
       if (!last.empty()) host_test::add_group(row, last, 0);
       const LogSumExp actual = result_of(host_test::finish(row, group, 0));

@@ -226,6 +226,155 @@ void factors_that_are_not_finite() {
   CHECK(product_of_any(RowSoftmax(0.0, 0.0f, kFastLse), 0.0f) == 0, "0 * 1");
 }
 
+// One column's share of an entropy's gradient and the softmax's, of factors as they are given.
+struct Weighing {
+  double lse, mean;
+  float softmax_factor, entropy_factor;
+
+  WeightedSoftmax prepared() const {
+    return WeightedSoftmax(lse, mean, softmax_factor, entropy_factor, kFastLse);
+  }
+
+  long double exact(float y) const {
+    const long double from_mean = static_cast<long double>(y) - mean;
+    return std::exp(static_cast<long double>(y) - lse) *
+           (softmax_factor + entropy_factor * from_mean);
+  }
+
+  // Of the whole, that of the softmax and of the last two roundings. Of its parts: of the
+  // difference from the mean, and of the base, which holds what the mean was rounded by. And where
+  // the softmax is below 2^-125 before it meets the rest, all may be lost.
+  long double error(float y) const {
+    const long double p = std::exp(static_cast<long double>(y) - lse);
+    const long double from_mean = static_cast<long double>(y) - mean;
+    const long double parts = std::fabs(softmax_factor) + std::fabs(entropy_factor * from_mean) +
+                              2 * kRounding * std::fabs(entropy_factor * mean);
+    const float factor = std::fmax(absolute(softmax_factor), absolute(entropy_factor));
+    const long double lost = p * factor < 4 * kSmallestNormal ? 1.0L : 0.0L;
+    return (kProductError + 2 * kRounding + lost) * std::fabs(exact(y)) + kRounding * p * parts +
+           0x1p-149L;
+  }
+};
+
+void check_weighted(const Weighing& row, float y) {
+  const float actual = row.prepared().product(y);
+  const long double exact = row.exact(y);
+  CHECK(
+      std::fabs(actual - exact) <= row.error(y),
+      "%a for %La, which may be off by %La: y %a, lse %a, mean %a, factors %a and %a", actual,
+      exact, row.error(y), y, row.lse, row.mean, row.softmax_factor, row.entropy_factor);
+}
+
+void fast_weighted_products() {
+  Random random;
+  for (int round = 0; round < 20000; ++round) {
+    const double spread = std::exp2(random.uniform(0, 20));
+    const double lse = random.uniform(-spread, spread);
+    const int size = static_cast<int>(random.below(240)) - 120;
+    const Weighing row = {
+        lse, lse - random.uniform(0, 12), random_sign(random) * random.magnitude(size, size + 1),
+        random_sign(random) * random.magnitude(std::max(size - 12, -126), size + 2)};
+    CHECK(row.prepared().softmax.fast, "lse %a, factors %a", lse, row.softmax_factor);
+    for (int i = 0; i < 20; ++i) {
+      const double below = random.chance(0.5) ? random.uniform(0, 20) : random.uniform(0, 200);
+      check_weighted(row, static_cast<float>(lse - below));
+    }
+    check_weighted(row, static_cast<float>(row.mean));  // where the factor is the softmax's alone
+  }
+}
+
+void the_ends_of_the_fast_range_of_weighted_products() {
+  Random random;
+  const float kFactors[] = {0.0f, 0x1p-149f, kSmallestNormal, 1.0f, 0x1.fffffep122f};
+  for (double lse : {std::nextafter(-kFastLse, 0.0), std::nextafter(kFastLse, 0.0), 0.0}) {
+    for (float softmax_factor : kFactors) {
+      for (float entropy_factor : kFactors) {
+        if (std::fmax(softmax_factor, entropy_factor) < kSmallestNormal) continue;
+        for (float sign : {1.0f, -1.0f}) {
+          const Weighing row = {lse, lse - 3, softmax_factor, sign * entropy_factor};
+          CHECK(row.prepared().softmax.fast, "lse %a, %a", lse, softmax_factor);
+          for (int i = 0; i < 500; ++i) {
+            check_weighted(row, static_cast<float>(lse - random.uniform(0, 250)));
+          }
+          const float masked = row.prepared().product(kSmallestFast);
+          CHECK(masked == 0, "%a: lse %a, factor %a", masked, lse, softmax_factor);
+        }
+      }
+    }
+  }
+  const auto is_fast = [](double lse, float softmax_factor, float entropy_factor) {
+    const bool fast = WeightedSoftmax::is_fast(lse, softmax_factor, entropy_factor, kFastLse);
+    const WeightedSoftmax prepared(lse, 0.0, softmax_factor, entropy_factor, kFastLse);
+    CHECK(prepared.softmax.fast == fast, "lse %a", lse);
+    return fast;
+  };
+  for (double lse :
+       {kFastLse, -kFastLse, static_cast<double>(kInfinity), -1e300, static_cast<double>(kNan)}) {
+    CHECK(!is_fast(lse, 1.0f, 1.0f), "lse %a", lse);
+  }
+  for (float factor : {0x1p123f, kInfinity, kNan}) {
+    for (float other : {0.0f, 1.0f}) {
+      CHECK(!is_fast(0.0, factor, other), "factors %a and %a", factor, other);
+      CHECK(!is_fast(0.0, other, factor), "factors %a and %a", other, factor);
+    }
+  }
+  for (float factor : {0.0f, -0.0f, 0x1.fffffcp-127f}) {
+    CHECK(!is_fast(0.0, factor, factor), "factors %a", factor);
+  }
+}
+
+// A row that has no gradient of its entropy has the bits of one that never had an entropy.
+void without_an_entropy_factor_the_bits_are_the_softmaxs() {
+  Random random;
+  for (int round = 0; round < 100000; ++round) {
+    const double lse = random.uniform(-1000, 1000);
+    const float factor = random_sign(random) * random.magnitude(-126, 122);
+    const RowSoftmax softmax(lse, factor, kFastLse);
+    const Weighing row = {lse, lse - random.uniform(0, 12), factor, round % 2 == 0 ? 0.0f : -0.0f};
+    const float y = static_cast<float>(lse - random.uniform(0, 200));
+    const float actual = row.prepared().product(y), expected = softmax.product(y);
+    CHECK(
+        same_bits(actual, expected), "%a for %a: y %a, lse %a, factor %a", actual, expected, y, lse,
+        factor);
+  }
+}
+
+void a_columns_factor() {
+  Random random;
+  for (int round = 0; round < 100000; ++round) {
+    const float y = random_sign(random) * random.magnitude(-126, 128);
+    const double mean = random_sign(random) * random.magnitude(-30, 30);
+    const double softmax_factor = random.normal(), entropy_factor = random.normal();
+    const double actual = column_factor(y, softmax_factor, entropy_factor, mean);
+    const long double distance = static_cast<long double>(y) - mean;
+    const long double exact = softmax_factor + entropy_factor * distance;
+    CHECK(
+        std::fabs(actual - exact) <=
+            0x1p-53L * (std::fabs(exact) + std::fabs(entropy_factor * distance)) * (1 + 0x1p-10L),
+        "%a for %La", actual, exact);
+  }
+  // A masked column's factor is finite, and its softmax of 0 makes it 0.
+  const double lowest = column_factor(-0x1.fffffep127f, 2.0, -3.0, 5.0);
+  CHECK(lowest > 1.02e39 && lowest < 1.03e39, "%a", lowest);
+  CHECK(same_bits(column_factor(-kInfinity, 2.0, -3.0, 5.0), lowest), "%a", lowest);
+  for (float y : {-kInfinity, -0x1.fffffep127f}) {
+    for (double entropy_factor : {1.0, -1.0, 1e38, -1e-40}) {
+      const double factor = column_factor(y, 2.0, entropy_factor, 5.0);
+      const float gradient = gradient_of_any(y, 5.5, factor, 0.0);
+      CHECK(gradient == 0, "%a of %a", gradient, y);
+      CHECK(gradient_of_any(y, 5.5, factor, 0.25) == 0.25f, "the target, %a", y);
+    }
+  }
+  // In a wide row a mask is as far away as any, and what has a softmax is the mean itself.
+  CHECK(
+      gradient_of_any(-kInfinity, 3e38, column_factor(-kInfinity, 1.0, 1.0, 3e38), 0.0) == 0,
+      "-inf");
+  CHECK(column_factor(3e38f, 2.0, 7.0, static_cast<double>(3e38f)) == 2.0, "a wide mean");
+  CHECK(
+      std::isnan(column_factor(1.0f, 1.0, 1.0, static_cast<double>(kNan))),
+      "a row without a finite mean");
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -238,5 +387,11 @@ int main(int argc, char** argv) {
        {"wide rows", wide_rows},
        {"the target", the_target},
        {"rows without a finite lse", rows_without_a_finite_lse},
-       {"factors that are not finite", factors_that_are_not_finite}});
+       {"factors that are not finite", factors_that_are_not_finite},
+       {"fast weighted products", fast_weighted_products},
+       {"the ends of the fast range of weighted products",
+        the_ends_of_the_fast_range_of_weighted_products},
+       {"without an entropy factor the bits are the softmax's",
+        without_an_entropy_factor_the_bits_are_the_softmaxs},
+       {"a column's factor", a_columns_factor}});
 }

@@ -46,7 +46,8 @@ class Provider:
     package: str | None = None  # the distribution whose version is recorded
     bytes_per_element: int = 0  # of logits, at the peak of forward and backward, beside gradient
     has_backward: bool = True
-    overwrites: bool = False  # the forward writes over the logits
+    overwrites: bool = False  # the forward or the backward writes over the logits
+    takes_leaf: bool = True  # False: the logits must have been computed
     graphable: bool = True  # False: it makes the host wait, so no CUDA graph can hold it
     ignores: bool = True  # a target of -100 is an ignored row
 
@@ -62,6 +63,18 @@ class Provider:
 
 def _rl_logp(_varying: bool) -> Function:
     return lambda logits, target: rl_logp.fused_logp(logits, target, require_kernel=True)
+
+
+def _inplace(_varying: bool) -> Function:
+    return lambda logits, target: rl_logp.fused_logp(
+        logits, target, inplace_backward=True, require_kernel=True
+    )
+
+
+# As rl_logp, whose gradient it writes over the logits.
+INPLACE = Provider(
+    "rl_logp", _inplace, sign=1, package="rl_logp", overwrites=True, takes_leaf=False
+)
 
 
 def chunked_provider(workspace_elements: int | None = None) -> Provider:

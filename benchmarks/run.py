@@ -10,7 +10,7 @@ import torch
 from tqdm import tqdm
 
 from benchmarks import accuracy, check, entropy, invariance, timing, workloads
-from benchmarks.providers import PROVIDERS, Provider, chunked_provider, errors
+from benchmarks.providers import INPLACE, PROVIDERS, Provider, chunked_provider, errors
 from benchmarks.report import label, tables
 from benchmarks.results import Results, Row, load, surroundings
 from benchmarks.speed import Run, measure, short
@@ -24,6 +24,7 @@ POINTS = {
     "masked": workloads.MASKED,
     "chunks": workloads.CHUNKS,
     "entropy": workloads.ENTROPY,
+    "inplace": workloads.INPLACE,
 }
 
 
@@ -83,6 +84,14 @@ class Harness:
                 provider = entropy.PROVIDERS[row["provider"]]
                 row["entropy_max_error"] = entropy.largest_error(provider, inputs)
             yield row
+
+    def inplace(self, point: Point, providers: list[Provider]) -> Iterator[Row]:
+        inputs = workloads.draw(point, self.device)
+        for provider in providers:
+            if provider.name == INPLACE.name:
+                of = {"new gradient": provider, "in place": INPLACE}
+                runs = [Run(each, inputs, {"variant": name}) for name, each in of.items()]
+                yield from self._timed(runs, point)
 
     def _timed(self, runs: list[Run], point: Point) -> Iterator[Row]:
         for row in measure(runs, point, self.clock, self.bytes_per_ms, self.device):

@@ -21,6 +21,14 @@ MILLISECONDS_EACH = 600.0  # a provider's share of one shape, which bounds the s
 SPARE_BYTES = 2 * 2**30
 
 
+class _Computed(torch.autograd.Function):
+    """The logits as some operation's result: the same memory, and not a leaf of autograd."""
+
+    @staticmethod
+    def forward(ctx, anchor: Tensor, logits: Tensor) -> Tensor:
+        return logits.view_as(logits)
+
+
 @dataclass
 class Run:
     """One provider on one input, with what its rows say beside the figures."""
@@ -35,7 +43,10 @@ class Run:
         logits = self.inputs.logits
         if self.provider.overwrites:
             logits = logits.clone()
-        self._logits = logits.detach().requires_grad_(self.provider.has_backward)
+        self._logits = logits.detach()
+        if self.provider.takes_leaf:
+            self._logits.requires_grad_(self.provider.has_backward)
+        self._anchor = torch.zeros((), device=logits.device, requires_grad=True)
         self._grad: Tensor = self.inputs.grad_logp
         self._grad = (self.provider.sign * self.inputs.grad_logp).to(self.forward().dtype)
 
@@ -45,10 +56,13 @@ class Run:
                 self._logits.copy_(self.inputs.logits)
 
     def forward(self) -> Tensor:
-        return self._function(self._logits, self.inputs.target)
+        self._scored: Tensor = self._logits
+        if not self.provider.takes_leaf:
+            self._scored = _Computed.apply(self._anchor, self._logits)  # pyright: ignore[reportAttributeAccessIssue]
+        return self._function(self._scored, self.inputs.target)
 
     def backward(self, out: Tensor, again: bool = False) -> Tensor:
-        return torch.autograd.grad(out, self._logits, self._grad, retain_graph=again)[0]
+        return torch.autograd.grad(out, self._scored, self._grad, retain_graph=again)[0]
 
     def both(self) -> Tensor:
         out = self.forward()

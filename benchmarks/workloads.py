@@ -50,6 +50,7 @@ SPEED = [*LARGE, *SMALL, Point(16384, QWEN), Point(8192, QWEN), *OTHER_DTYPES]
 MASKED = [Point(32768, QWEN)]
 CHUNKS = [Point(32768, QWEN)]
 ENTROPY = [Point(32768, QWEN), Point(8192, QWEN), Point(98816, GPT2)]
+INPLACE = [Point(32768, QWEN)]
 ACCURACY = [Point(8192, QWEN), Point(2048, QWEN, "fp16"), Point(2048, QWEN, "fp32")]
 INVARIANCE = [Point(2048, QWEN)]  # the rows are the largest batch
 LATER = {Point(16384, QWEN), *OTHER_DTYPES, *ACCURACY[1:]}  # after what the targets are about

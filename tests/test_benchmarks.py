@@ -69,6 +69,16 @@ def test_a_provider_that_cannot_run_is_a_row_that_says_why(rows):
     assert "rl_logp: RuntimeError: fused_logp: expected a compiled kernel" in tables(rows)
 
 
+@kernel
+def test_a_backward_over_the_logits_is_measured_beside_one_that_is_not(tmp_path):
+    options = "--smoke --device=cpu --bench=inplace --shapes=5x100 --providers=rl_logp"
+    args = run.arguments([*options.split(), f"--output={tmp_path / 'inplace.json'}"])
+    results = Results(args.output, surroundings(CPU, None))
+    run.measure_all(args, results)
+    assert [row["variant"] for row in results.rows] == ["new gradient", "in place"]
+    assert all(row["bwd_ms"] > 0 for row in results.rows)
+
+
 def test_a_cpu_is_measured_beside_what_torch_offers(monkeypatch):
     monkeypatch.setattr(cpu, "MOST_REPEATS", cpu.LEAST_REPEATS)
     monkeypatch.setattr(cpu, "UNCACHED_BYTES", 2**16)

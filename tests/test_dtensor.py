@@ -89,11 +89,65 @@ def test_plain_tensors_are_taken_where_each_process_has_all_rows(
         assert_bitwise_equal(actual.to_local(), expected, "of all rows")
 
 
+@pytest.mark.parametrize(
+    "placements",
+    [[Shard(0), Shard(1)], [Shard(1), Replicate()], [Replicate(), Replicate()]],
+    ids=str,
+)
+@pytest.mark.parametrize("temperature", [0.7, "per row"], ids=str)
+def test_entropies_are_those_of_the_rows_that_are_here(
+    mesh: DeviceMesh, placements: list[Placement], temperature: Any
+) -> None:
+    logits: Any = distribute_tensor(LOGITS, mesh, placements).requires_grad_()
+    target: Any = distribute_tensor(TARGET, mesh, placements)
+    scale = here = temperature
+    if temperature == "per row":
+        scale = distribute_tensor(torch.linspace(0.5, 2, 24).view(4, 6), mesh, placements)
+        here = scale.to_local()
+    leaf = logits.to_local().detach().requires_grad_()
+    for both in (True, False):
+        if both:
+            score: Any = rl_logp.fused_logp_entropy
+            args, local_args = (logits, target), (leaf, target.to_local())
+        else:
+            score = rl_logp.fused_entropy
+            args, local_args = (logits,), (leaf,)
+        with CommDebugMode() as communication:
+            outputs = score(*args, temperature=scale)
+            outputs = outputs if both else (outputs,)
+            (dlogits,) = torch.autograd.grad(outputs, logits, [torch.ones_like(o) for o in outputs])
+        assert communication.get_total_counts() == 0
+        local = score(*local_args, temperature=here)
+        local = local if both else (local,)
+        local += torch.autograd.grad(local, leaf, [torch.ones_like(out) for out in local])
+        for actual, expected in zip((*outputs, dlogits), local, strict=True):
+            assert actual.placements == tuple(placements)
+            assert_bitwise_equal(actual.to_local().detach(), expected.detach(), "its part")
+
+
+def test_entropies_of_plain_targets_and_temperatures(mesh: DeviceMesh) -> None:
+    logits: Any = distribute_tensor(LOGITS, mesh, [Replicate(), Replicate()])
+    per_row = torch.linspace(0.5, 2, 24).view(4, 6)
+    actual: Any = rl_logp.fused_logp_entropy(logits, TARGET, temperature=per_row)
+    alone: Any = rl_logp.fused_entropy(logits, temperature=per_row)
+    expected = rl_logp.fused_logp_entropy(LOGITS, TARGET, temperature=per_row)
+    for of_dtensors, plain in zip((*actual, alone), (*expected, expected[1]), strict=True):
+        assert_bitwise_equal(of_dtensors.to_local(), plain, "of all rows")
+
+
 IN_ORDER, STRIDED = Shard(0), _StridedShard(0, split_factor=2)
 SUMS, EVERYWHERE = Partial(), Replicate()
 
 
-@pytest.mark.parametrize("score", [rl_logp.fused_logp, rl_logp.vocab_parallel_logp])
+@pytest.mark.parametrize(
+    "score",
+    [
+        rl_logp.fused_logp,
+        rl_logp.fused_logp_entropy,
+        rl_logp.vocab_parallel_logp,
+        rl_logp.vocab_parallel_logp_entropy,
+    ],
+)
 @pytest.mark.parametrize(
     ("placements", "message"),
     [

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from calls import DTYPES, Sample, call, sample
-from shards import states_of
+from shards import states_of, weighted_states_of
 from torch import Tensor
 from torch.testing._internal.optests.generate_tests import OpCheckError
 
@@ -46,7 +46,7 @@ def opcheck(op, *args: Tensor | int | bool | None, utilities: tuple[str, ...] = 
 
 @forms
 @pytest.mark.parametrize("temperature", ["none", "0-dim", "per row"])
-@pytest.mark.parametrize("name", ["fused_logp", "fused_logp_with_lse"])
+@pytest.mark.parametrize("name", ["fused_logp", "fused_logp_with_lse", "fused_logp_entropy"])
 def test_what_people_call(
     device: str,
     name: str,
@@ -115,6 +115,68 @@ def test_fused_logp_backward(
         opcheck(ops.fused_logp_backward.default, *args, utilities=UTILITIES[-1:])
 
 
+@forms
+@pytest.mark.parametrize("temperature", ["none", "0-dim", "per row"])
+def test_fused_entropy(
+    device: str,
+    dtype: torch.dtype,
+    rows: int,
+    strided: bool,
+    requires_grad: bool,
+    temperature: str,
+) -> None:
+    case = arguments(dtype, rows, strided, requires_grad, device)
+    opcheck(ops.fused_entropy.default, case.logits, divisor(case, temperature))
+
+
+@forms
+def test_fused_logp_entropy_forward(
+    device: str, dtype: torch.dtype, rows: int, strided: bool, requires_grad: bool
+) -> None:
+    case = arguments(dtype, rows, strided, requires_grad, device)
+    op = ops.fused_logp_entropy_forward.default
+    if not requires_grad:
+        return opcheck(op, *case[:3])
+    # The last utility differentiates every output, and the mean refuses.
+    opcheck(op, *case[:3], utilities=UTILITIES[:-1])
+    with pytest.raises(OpCheckError, match="expected no gradient towards mean"):
+        opcheck(op, *case[:3], utilities=UTILITIES[-1:])
+
+
+@forms
+@pytest.mark.parametrize("upstream", ["entropy", "logp and entropy", "all, of a shard", "neither"])
+def test_fused_logp_entropy_backward(
+    device: str,
+    dtype: torch.dtype,
+    rows: int,
+    strided: bool,
+    requires_grad: bool,
+    upstream: str,
+) -> None:
+    case = arguments(dtype, rows, strided, requires_grad, device)
+    shard = "shard" in upstream
+    *_, lse, mean = ops.fused_logp_entropy_forward(case.logits.detach(), *case[1:3])
+    op, args = (
+        ops.fused_logp_entropy_backward.default,
+        (
+            case.grad_logp if shard or "logp" in upstream else None,
+            None if upstream == "neither" else case.grad_logp,
+            case.grad_lse if shard else None,
+            *case[:3],
+            lse,
+            mean,
+            16 if shard else 0,
+            48 if shard else 19,
+            shard,
+        ),
+    )
+    if not requires_grad:
+        return opcheck(op, *args)
+    opcheck(op, *args, utilities=UTILITIES[:-1])
+    with pytest.raises(OpCheckError, match="expected to be differentiated once"):
+        opcheck(op, *args, utilities=UTILITIES[-1:])
+
+
 def divisor(case: Sample, form: str) -> Tensor | None:
     if form == "none":
         return None
@@ -168,6 +230,26 @@ def test_the_operators_on_a_shard(
     opcheck(ops.fused_logp_shard.default, first, target, scale, states, 0, 19)
 
 
+@pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "strided"])
+@pytest.mark.parametrize("requires_grad", [False, True], ids=["no grad", "requires grad"])
+@pytest.mark.parametrize("temperature", ["none", "per row"])
+def test_the_operators_on_a_shard_with_the_entropy(
+    device: str, strided: bool, requires_grad: bool, temperature: str
+) -> None:
+    case = arguments(torch.bfloat16, 7, strided, requires_grad, device)
+    target, scale = case.target, divisor(case, temperature)
+    states = weighted_states_of(case.logits.detach(), target, scale, (0, 16, 19))
+    opcheck(ops.fused_logp_entropy_partial.default, case.logits, target, scale, 16, 35)
+    opcheck(ops.fused_logp_entropy_combine.default, states, target, 19)
+    first = case.logits[:, :16].detach().requires_grad_(requires_grad)
+    args = (first, target, scale, states, 0, 19)
+    if not requires_grad:
+        return opcheck(ops.fused_logp_entropy_shard.default, *args)
+    opcheck(ops.fused_logp_entropy_shard.default, *args, utilities=UTILITIES[:-1])
+    with pytest.raises(OpCheckError, match="expected no gradient towards mean"):
+        opcheck(ops.fused_logp_entropy_shard.default, *args, utilities=UTILITIES[-1:])
+
+
 @pytest.mark.parametrize("sharded", [False, True], ids=["a row", "a shard"])
 @pytest.mark.parametrize("columns", [0, 19])
 def test_fused_logp_backward_of_a_whole_row(device: str, columns: int, sharded: bool) -> None:
@@ -191,6 +273,8 @@ def test_other_leading_dimensions(device: str, rows: tuple[int, ...]) -> None:
     opcheck(ops.fused_logp.default, *case[:3])
     opcheck(ops.fused_logp_with_lse.default, *case[:3])
     opcheck(ops.fused_logp_forward.default, *case[:3], True)
+    opcheck(ops.fused_logp_entropy.default, *case[:3])
+    opcheck(ops.fused_entropy.default, case.logits, case.temperature)
     states = states_of(case.logits.detach(), *case[1:3], (0, 19))
     opcheck(ops.fused_logp_partial.default, *case[:3], True, 0, 19)
     opcheck(ops.fused_logp_combine.default, states, case.target, 19)

@@ -12,22 +12,21 @@ import pytest
 import torch
 from torch.distributed.tensor import Replicate
 
-import rl_logp
 from compile_tests import dtensor_training, fsdp_tp
-from compile_tests.common import assert_same_bits, gradients
+from compile_tests.common import assert_same_bits
 from compile_tests.processes import DEVICES, ON_CPUS, run_processes
 from compile_tests.vocab_parallel import (
     CUTS,
     LAYOUTS,
     NOT_ALIGNED,
     SCENARIOS,
-    TEMPERATURE,
-    arguments,
     backends,
     cuts_of,
     layouts,
     one_process,
     run,
+    score_rows,
+    score_shard,
 )
 
 SIZES = {"cpu": 4, "cuda": 4 if torch.cuda.device_count() >= 4 else 2}
@@ -58,6 +57,10 @@ def processes(device: str, processes_on: Callable[[str], Processes]) -> Processe
     return processes_on(device)
 
 
+def entropy_backends(name: str, size: int) -> list[str]:
+    return backends(name, size, "entropy")
+
+
 def cases(names_of_size, backends=backends) -> list:
     return [
         pytest.param(device, name, backend, marks=param.marks)
@@ -67,37 +70,52 @@ def cases(names_of_size, backends=backends) -> list:
     ]
 
 
-@pytest.mark.parametrize(("device", "name", "backend"), cases(cuts_of))
-def test_plain_shards(name: str, backend: str, processes: Processes) -> None:
+def check_plain_shards(name: str, backend: str, processes: Processes, of: str) -> None:
+    scenario = "plain shards" if of == "logp" else "plain shards, entropy"
     cuts = CUTS[name]
-    logp, lse, dlogits = (tensor.cpu() for tensor in one_process(cuts[-1], processes.device))
+    *of_rows, dlogits = (tensor.cpu() for tensor in one_process(cuts[-1], processes.device, of))
     for rank, found in enumerate(processes.found):
         start, end = list(pairwise(cuts))[rank % (len(cuts) - 1)]
-        actual, gathers = found["plain shards"][name, backend]
-        assert_same_bits(actual, [logp, lse, dlogits[..., start:end]], f"rank {rank}")
+        actual, gathers = found[scenario][name, backend]
+        assert_same_bits(actual, [*of_rows, dlogits[..., start:end]], f"rank {rank}")
         assert gathers == (0 if backend == "eager" else 1), "in the one graph"
+
+
+@pytest.mark.parametrize(("device", "name", "backend"), cases(cuts_of))
+def test_plain_shards(name: str, backend: str, processes: Processes) -> None:
+    check_plain_shards(name, backend, processes, "logp")
+
+
+@pytest.mark.parametrize(("device", "name", "backend"), cases(cuts_of, entropy_backends))
+def test_entropies_of_plain_shards(name: str, backend: str, processes: Processes) -> None:
+    check_plain_shards(name, backend, processes, "entropy")
 
 
 @pytest.mark.parametrize(("device", "name", "backend"), cases(layouts))
 def test_dtensors(name: str, backend: str, processes: Processes) -> None:
+    check_dtensors(name, backend, processes, "logp")
+
+
+@pytest.mark.parametrize(("device", "name", "backend"), cases(layouts, entropy_backends))
+def test_entropies_of_dtensors(name: str, backend: str, processes: Processes) -> None:
+    check_dtensors(name, backend, processes, "entropy")
+
+
+def check_dtensors(name: str, backend: str, processes: Processes, of: str) -> None:
+    scenario = "dtensors" if of == "logp" else "dtensors, entropy"
     _, placements, vocab_size = LAYOUTS[name]
     over_vocabulary = sum(placement.is_shard(2) for placement in placements)
-    if over_vocabulary:
-        expected = one_process(vocab_size, processes.device)
-    else:  # which are rows of fused_logp
-        logits, target = arguments(vocab_size, processes.device)
-        outputs = rl_logp.fused_logp(
-            logits.requires_grad_(), target, temperature=TEMPERATURE, return_lse=True
-        )
-        expected = (*(out.detach() for out in outputs), *gradients(outputs, logits))
+    # Otherwise they are rows of fused_logp.
+    score = score_shard if over_vocabulary else score_rows
+    expected = one_process(vocab_size, processes.device, of, score)
     expected = tuple(tensor.cpu() for tensor in expected)
     of_rows = tuple(Replicate() if p.is_shard(2) else p for p in placements)
     for rank, found in enumerate(processes.found):
-        actual, placed, communication = found["dtensors"][name, backend]
+        actual, placed, communication = found[scenario][name, backend]
         if name in NOT_ALIGNED:  # the groups of columns are others, and so are their roundings
-            logp, lse, dlogits = actual
+            logp, other, dlogits = actual
             torch.testing.assert_close(logp, expected[0], rtol=3e-7, atol=3e-7)
-            torch.testing.assert_close(lse, expected[1], rtol=0, atol=3e-7)
+            torch.testing.assert_close(other, expected[1], rtol=0, atol=3e-7)
             torch.testing.assert_close(dlogits, expected[2], rtol=2**-7, atol=0)
         else:
             assert_same_bits(actual, expected, f"rank {rank}")

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -84,29 +85,52 @@ def layouts(size: int) -> dict[str, Layout]:
     return {name: layout for name, layout in LAYOUTS.items() if math.prod(layout[0]) == size}
 
 
-def one_process(vocab_size: int, device: str = "cpu") -> tuple[Tensor, ...]:
-    """logp, lse and dlogits of the whole vocabulary, in one process."""
+def score_shard(logits: Tensor, target: Tensor, of: str, **layout: Any) -> tuple[Tensor, Tensor]:
+    """(logp, lse), or (logp, entropy)."""
+    if of == "entropy":
+        return rl_logp.vocab_parallel_logp_entropy(
+            logits, target, temperature=TEMPERATURE, **layout
+        )
+    return rl_logp.vocab_parallel_logp(
+        logits, target, temperature=TEMPERATURE, return_lse=True, **layout
+    )
+
+
+def score_rows(logits: Tensor, target: Tensor, of: str) -> tuple[Tensor, Tensor]:
+    """The same of logits that may be a DTensor."""
+    if of == "entropy":
+        return rl_logp.fused_logp_entropy(logits, target, temperature=TEMPERATURE)
+    return rl_logp.fused_logp(logits, target, temperature=TEMPERATURE, return_lse=True)
+
+
+def one_process(
+    vocab_size: int, device: str = "cpu", of: str = "logp", score: Callable = score_shard
+) -> tuple[Tensor, ...]:
+    """logp, lse (or entropy) and dlogits of the whole vocabulary, in one process."""
     logits, target = arguments(vocab_size, device)
     logits.requires_grad_()
-    outputs = rl_logp.vocab_parallel_logp(logits, target, temperature=TEMPERATURE, return_lse=True)
+    outputs = score(logits, target, of)
     return (*(out.detach() for out in outputs), *gradients(outputs, logits))
 
 
-def backends(name: str, size: int) -> list[str]:
-    return ["eager", *(COMPILED if name in COMPILED_CASES[size] else [])]
+def backends(name: str, size: int, of: str = "logp") -> list[str]:
+    compiled = COMPILED if of == "logp" else COMPILED[:1]
+    return ["eager", *(compiled if name in COMPILED_CASES[size] else [])]
 
 
-def each_backend(name: str, size: int, function: Callable) -> Iterator[tuple[str, Callable, list]]:
+def each_backend(
+    name: str, size: int, function: Callable, of: str
+) -> Iterator[tuple[str, Callable, list]]:
     """The function as it is, and compiled whole; with the graphs that the compiler was given."""
     yield "eager", function, []
-    for backend in backends(name, size)[1:]:
+    for backend in backends(name, size, of)[1:]:
         with fresh_compiler():
             compiler = CompileCounterWithBackend(backend)
             run = torch.compile(function, backend=compiler, fullgraph=True)
             yield backend, run, compiler.graphs
 
 
-def plain_shards(rank: int, size: int, device: str) -> dict[Any, Any]:
+def plain_shards(rank: int, size: int, device: str, of: str = "logp") -> dict[Any, Any]:
     """This rank's results for all CUTS among as many processes; the other groups do the same."""
     found: dict[Any, Any] = {}
     for shards in {len(cuts) - 1 for cuts in cuts_of(size).values()}:
@@ -119,17 +143,11 @@ def plain_shards(rank: int, size: int, device: str) -> dict[Any, Any]:
             logits, target = arguments(cuts[-1], device)
 
             def score(shard: Tensor, target: Tensor, start=start, end=cuts[-1], group=group):
-                return rl_logp.vocab_parallel_logp(
-                    shard,
-                    target,
-                    group=group,
-                    vocab_start=start,
-                    vocab_size=end,
-                    temperature=TEMPERATURE,
-                    return_lse=True,
+                return score_shard(
+                    shard, target, of, group=group, vocab_start=start, vocab_size=end
                 )
 
-            for backend, run, graphs in each_backend(name, size, score):
+            for backend, run, graphs in each_backend(name, size, score, of):
                 shard = logits[..., start:end].clone().requires_grad_()
                 outputs = run(shard, target)
                 results = (*(out.detach() for out in outputs), *gradients(outputs, shard))
@@ -141,7 +159,7 @@ def plain_shards(rank: int, size: int, device: str) -> dict[Any, Any]:
     return found
 
 
-def dtensors(rank: int, size: int, device: str) -> dict[Any, Any]:
+def dtensors(rank: int, size: int, device: str, of: str = "logp") -> dict[Any, Any]:
     """Results for the LAYOUTS of this size, whole; how this rank had them, and what was sent."""
     found: dict[Any, Any] = {}
     for name, (shape, placements, vocab_size) in layouts(size).items():
@@ -150,9 +168,9 @@ def dtensors(rank: int, size: int, device: str) -> dict[Any, Any]:
         rows = [Replicate() if p.is_shard(2) else p for p in placements]
 
         def score(logits: Tensor, target: Tensor):
-            return rl_logp.fused_logp(logits, target, temperature=TEMPERATURE, return_lse=True)
+            return score_rows(logits, target, of)
 
-        for backend, run, _ in each_backend(name, size, score):
+        for backend, run, _ in each_backend(name, size, score, of):
             leaf = distribute_tensor(logits, mesh, placements).requires_grad_()
             sharded_target = distribute_tensor(target, mesh, rows)
             upstream = [
@@ -161,7 +179,7 @@ def dtensors(rank: int, size: int, device: str) -> dict[Any, Any]:
                     mesh,
                     rows,
                 )
-                for dtype in (torch.float32, torch.float64)
+                for dtype in (torch.float32, torch.float32 if of == "entropy" else torch.float64)
             ]
             if backend == "eager":
                 with CommDebugMode() as communication:
@@ -173,6 +191,9 @@ def dtensors(rank: int, size: int, device: str) -> dict[Any, Any]:
                 (dlogits,) = torch.autograd.grad(outputs, leaf, upstream)
                 counts = None
             results: list[Any] = [*outputs, dlogits]
+            if of == "entropy" and backend == "eager":
+                alone: Any = rl_logp.fused_entropy(leaf, temperature=TEMPERATURE)
+                assert torch.equal(alone.to_local(), outputs[1].to_local())
             assert all(isinstance(result, DTensor) for result in results)
             found[name, backend] = (
                 [result.full_tensor().detach().cpu() for result in results],
@@ -217,6 +238,8 @@ def refusals(rank: int, size: int, device: str) -> dict[str, str]:
 SCENARIOS: dict[str, Callable[[int, int, str], dict]] = {
     "plain shards": plain_shards,
     "dtensors": dtensors,
+    "plain shards, entropy": partial(plain_shards, of="entropy"),
+    "dtensors, entropy": partial(dtensors, of="entropy"),
     "refusals": refusals,
     "fsdp and tp": fsdp_tp.train,
     "training": dtensor_training.train,

@@ -1,11 +1,11 @@
 """What the CUDA tests share: rows of every kind, buffers between guard bands, a count of rows."""
 
 import math
-from typing import Optional
+from typing import Any, NamedTuple, Optional
 
 import pytest
 import torch
-from calls import Result, Sample, call, kernel_serves, sample
+from calls import Call, Result, Sample, call, kernel_serves, no_host_sync, sample
 from torch import Tensor
 
 from rl_logp.testing import assert_bitwise_equal, bits
@@ -20,9 +20,25 @@ cuda_kernel = [
 ]
 
 ROWS = 64
+OPS = torch.ops.rl_logp
+
+
+class WeightedResult(NamedTuple):
+    """What the kernels write where an entropy is wanted; ``mean`` is E[y]."""
+
+    logp: Tensor
+    lse: Tensor
+    entropy: Tensor
+    mean: Tensor
+    dlogits: Tensor
+
+
+# For a parameter ``kind``: what is computed, and so which kernels are launched.
+KINDS = {"fused_logp": Result, "fused_logp_entropy": WeightedResult}
+every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
 # A NaN of each size that nothing computes.
-_GUARD = {2: 0x7FDE, 4: 0x7FDEAD0D, 8: 0x7FDEAD0DDEADBEEF}
+_GUARD = {2: 0x7FDE, 4: 0x7FDEAD0D, 8: 0x7FFEAD0DDEADBEEF}
 
 
 def varied_rows(vocab_size: int, dtype: torch.dtype, device: str = "cuda", seed: int = 0) -> Sample:
@@ -46,16 +62,43 @@ def varied_rows(vocab_size: int, dtype: torch.dtype, device: str = "cuda", seed:
     return Sample(*(t.to(device) for t in case._replace(logits=logits.to(dtype))))
 
 
-def run(case: Sample, temperature: bool = True) -> Result:
-    """``call`` with the sample's temperature or without one: two kernels."""
+def grad_entropy_of(case: Sample) -> Tensor:
+    """The entropy's upstream gradient: of a third of the rows 0, whatever the others of a row."""
+    return (case.temperature - 1).masked_fill(case.target % 3 == 0, 0)
+
+
+def call_weighted(
+    logits: Tensor,
+    target: Tensor,
+    temperature: Optional[Tensor],
+    grad_logp: Tensor,
+    grad_lse: Tensor,
+    grad_entropy: Tensor,
+) -> WeightedResult:
+    """As calls.call_with_entropy, by the operators themselves, which return the mean too."""
+    row = (logits, target, temperature)
+    with no_host_sync(logits.device):
+        logp, entropy, lse, mean = OPS.fused_logp_entropy_forward(*row)
+        grads = (grad_logp, grad_entropy, grad_lse)
+        dlogits = OPS.fused_logp_entropy_backward(*grads, *row, lse, mean, 0, logits.shape[-1])
+    return WeightedResult(logp, lse, entropy, mean, dlogits)
+
+
+def run(case: Sample, temperature: bool = True, kind: type = Result) -> Any:
+    """All of a kind, with the sample's temperature or without one: a kernel each."""
     divisor = case.temperature if temperature else None
-    return call(case.logits, case.target, divisor, case.grad_logp, case.grad_lse)
+    args = (case.logits, case.target, divisor, case.grad_logp, case.grad_lse)
+    return call(*args) if kind is Result else call_weighted(*args, grad_entropy_of(case))
 
 
-def alone(case: Sample, temperature: bool = True) -> Result:
+def each_row_alone(case: Sample, function: Call) -> Any:
     """Every row's results in a call of its own: what all others are compared with."""
-    rows = (run(case.rows(slice(row, row + 1)), temperature) for row in range(len(case.target)))
-    return Result(*(torch.cat(tensors) for tensors in zip(*rows, strict=True)))
+    rows = [function(case.rows(slice(row, row + 1))) for row in range(len(case.target))]
+    return type(rows[0])(*(torch.cat(tensors) for tensors in zip(*rows, strict=True)))
+
+
+def alone(case: Sample, temperature: bool = True, kind: type = Result) -> Any:
+    return each_row_alone(case, lambda row: run(row, temperature, kind))
 
 
 def choice(rows: int, seed: int = 0, device: str = "cuda") -> Tensor:
@@ -65,26 +108,45 @@ def choice(rows: int, seed: int = 0, device: str = "cuda") -> Tensor:
 
 def call_out(
     case: Sample,
-    logp: Tensor,
-    lse: Tensor,
-    dlogits: Tensor,
+    results: Any,
     *,
     temperature: Optional[Tensor] = None,
     all_rows: bool = True,
+    grad_entropy: Optional[Tensor] = None,
 ) -> None:
-    """Has the kernels write these tensors. The temperature is not the sample's."""
+    """Has the kernels write these results. The temperature is not the sample's.
+
+    The gradient may be the logits themselves, which are read before they are written.
+    """
     row = (case.target, temperature)
-    columns = case.logits.shape[-1]
-    torch.ops.rl_logp._fused_logp_forward_out(case.logits, *row, all_rows, logp, lse)
-    torch.ops.rl_logp._fused_logp_backward_out(
-        case.grad_logp, case.grad_lse, case.logits, *row, lse, 0, columns, dlogits
+    shard = (0, case.logits.shape[-1])
+    means, entropies = (), ()
+    if isinstance(results, WeightedResult):
+        means = (results.entropy, results.mean)
+        upstream = grad_entropy_of(case) if grad_entropy is None else grad_entropy
+        entropies = (upstream, results.mean)
+    OPS._fused_logp_forward_out(case.logits, *row, all_rows, results.logp, results.lse, *means)
+    OPS._fused_logp_backward_out(
+        case.grad_logp,
+        case.grad_lse,
+        case.logits,
+        *row,
+        results.lse,
+        *shard,
+        results.dlogits,
+        *entropies,
     )
+
+
+def poisoned(results: Any) -> Any:
+    """As many results, all NaN."""
+    return type(results)(*(torch.full_like(t, torch.nan) for t in results))
 
 
 class Tally:
     """Counts the rows that were compared, and those of which any bit differs.
 
-    A comparison is one row's logp, lse and dlogits in one call against the same row's in another.
+    A comparison is all results of one row in one call against the same row's in another.
     """
 
     def __init__(self) -> None:
@@ -92,10 +154,11 @@ class Tally:
         self.differing = 0
         self.first = ""
 
-    def add(self, actual: Result, expected: Result, what: str) -> None:
+    def add(self, actual: Any, expected: Any, what: str) -> None:
+        assert type(actual) is type(expected), what
         rows = expected.logp.numel()
         same = torch.ones(rows, dtype=torch.bool, device=expected.logp.device)
-        for name, a, e in zip(Result._fields, actual, expected, strict=True):
+        for name, a, e in zip(expected._fields, actual, expected, strict=True):
             assert a.shape == e.shape, f"{what}: {name} of shape {a.shape}, expected {e.shape}"
             assert a.dtype == e.dtype, f"{what}: {name} of {a.dtype}, expected {e.dtype}"
             same &= (bits(a) == bits(e)).reshape(rows, -1).all(-1)
@@ -112,8 +175,8 @@ class Tally:
         )
 
 
-def first_difference(actual: Result, expected: Result, what: str) -> str:
-    for name, a, e in zip(Result._fields, actual, expected, strict=True):
+def first_difference(actual: Any, expected: Any, what: str) -> str:
+    for name, a, e in zip(expected._fields, actual, expected, strict=True):
         try:
             assert_bitwise_equal(a, e, f"{what}: {name}")
         except AssertionError as error:

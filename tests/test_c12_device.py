@@ -1,37 +1,72 @@
 """C12: the device of logits is used; peers elsewhere are a clear error."""
 
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
-from calls import Result, assert_same_bits, call, sample
+from calls import Call, assert_same_bits, sample
 from torch import Tensor
 
 import rl_logp
 
+OPS = torch.ops.rl_logp
 
+SCORES = [
+    rl_logp.fused_logp,
+    rl_logp.fused_logp_entropy,
+    rl_logp.vocab_parallel_logp,
+    rl_logp.vocab_parallel_logp_entropy,
+]
+every_score = pytest.mark.parametrize("score", SCORES)
+
+
+@every_score
 @pytest.mark.parametrize("argument", ["target", "temperature"])
-def test_a_peer_on_another_device_is_an_error(device: str, argument: str) -> None:
+def test_a_peer_on_another_device_is_an_error(device: str, score: Callable, argument: str) -> None:
     case = sample((3, 5), device=device)
     case = case._replace(**{argument: getattr(case, argument).to("meta")})
     expected = f"fused_logp: expected {argument} on {case.logits.device}, the device of logits, got"
     with pytest.raises(ValueError, match=f"^{expected} meta$"):
-        rl_logp.fused_logp(case.logits, case.target, temperature=case.temperature)
+        score(case.logits, case.target, temperature=case.temperature)
 
 
-@pytest.mark.parametrize("argument", ["grad_logp", "grad_lse", "lse"])
-def test_so_it_is_in_the_backward(device: str, argument: str) -> None:
+BACKWARDS: dict[str, Callable] = {
+    "fused_logp_backward": lambda of, row: OPS.fused_logp_backward(
+        of["grad_logp"], of["grad_lse"], *row, of["lse"], 0, 5
+    ),
+    "fused_logp_backward_": lambda of, row: OPS.fused_logp_backward_(
+        of["grad_logp"], of["grad_lse"], *row, of["lse"], 0, 5
+    ),
+    "fused_logp_entropy_backward": lambda of, row: OPS.fused_logp_entropy_backward(
+        of["grad_logp"], of["grad_entropy"], of["grad_lse"], *row, of["lse"], of["mean"], 0, 5
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "argument"),
+    [
+        *product(BACKWARDS, ("grad_logp", "grad_lse", "lse")),
+        ("fused_logp_entropy_backward", "grad_entropy"),
+        ("fused_logp_entropy_backward", "mean"),
+    ],
+)
+def test_so_it_is_in_the_backward(device: str, name: str, argument: str) -> None:
     case = sample((3, 5), device=device)
-    names = ("grad_logp", "grad_lse", "lse")
-    peers: dict[str, Tensor] = dict(zip(names, (*case[3:], case.grad_lse), strict=True))
+    single, double = case[3:]
+    peers: dict[str, Tensor] = {"grad_logp": single, "grad_entropy": single}
+    peers |= {"grad_lse": double, "lse": double, "mean": double}
+    BACKWARDS[name](peers, (*case[:2], None))  # where they are together
     peers[argument] = peers[argument].to("meta")
-    grads, lse = (peers["grad_logp"], peers["grad_lse"]), peers["lse"]
     expected = f"fused_logp: expected {argument} on {case.logits.device}, the device of logits, got"
     with pytest.raises(ValueError, match=f"^{expected} meta$"):
-        torch.ops.rl_logp.fused_logp_backward(*grads, *case[:2], None, lse, 0, 5)
+        BACKWARDS[name](peers, (*case[:2], None))
 
 
-def test_results_are_where_the_logits_are_whatever_the_default_device(device: str) -> None:
+def test_results_are_where_the_logits_are_whatever_the_default_device(
+    call: Call, device: str
+) -> None:
     case = sample((3, 5), torch.bfloat16, device)
     expected = call(*case)
     with torch.device("meta"):
@@ -40,7 +75,7 @@ def test_results_are_where_the_logits_are_whatever_the_default_device(device: st
     assert_same_bits(actual, expected, "another default device")
 
 
-def test_the_meta_device_gets_shapes_alone() -> None:
+def test_the_meta_device_gets_shapes_alone(call: Call) -> None:
     case = sample((3, 5), torch.bfloat16)
     real, meta = call(*case), call(*(t.to("meta") for t in case))
     described = [[(t.shape, t.dtype, t.stride()) for t in result] for result in (real, meta)]
@@ -50,17 +85,17 @@ def test_the_meta_device_gets_shapes_alone() -> None:
 
 @pytest.mark.cuda
 @pytest.mark.two_gpus
-def test_the_current_device_is_not_asked() -> None:
+def test_the_current_device_is_not_asked(call: Call) -> None:
     case = sample((3, 515), torch.bfloat16, "cuda:0")
     expected = call(*case)
     actual = call(*(t.to("cuda:1") for t in case))
-    assert_same_bits(Result(*(t.to("cuda:0") for t in actual)), expected, "cuda:1")
+    assert_same_bits(type(expected)(*(t.to("cuda:0") for t in actual)), expected, "cuda:1")
 
 
 @pytest.mark.cuda
 @pytest.mark.two_gpus
 @pytest.mark.parametrize("argument", ["target", "temperature"])
-@pytest.mark.parametrize("score", [rl_logp.fused_logp, rl_logp.vocab_parallel_logp])
+@every_score
 def test_a_peer_on_another_gpu_is_an_error(score: Callable, argument: str) -> None:
     case = sample((3, 515), torch.bfloat16, "cuda:0")
     case = case._replace(**{argument: getattr(case, argument).to("cuda:1")})

@@ -3,14 +3,29 @@
 import pytest
 import torch
 from calls import DTYPES, Result
-from cuda_calls import ROWS, Guarded, Tally, alone, choice, run, varied_rows
+from cuda_calls import (
+    ROWS,
+    Guarded,
+    Tally,
+    WeightedResult,
+    alone,
+    choice,
+    every_kind,
+    grad_entropy_of,
+    run,
+    varied_rows,
+)
 
 
-@pytest.mark.parametrize("name", Result._fields)
-def test_the_tally_finds_a_row_that_differs_in_one_bit(name: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(kind, name) for kind in (Result, WeightedResult) for name in kind._fields],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_the_tally_finds_a_row_that_differs_in_one_bit(kind: type, name: str) -> None:
     """A comparison that could not fail would count as well."""
-    expected = run(varied_rows(257, torch.bfloat16, "cpu"))
-    actual = Result(*(t.clone() for t in expected))
+    expected = run(varied_rows(257, torch.bfloat16, "cpu"), kind=kind)
+    actual = kind(*(t.clone() for t in expected))
     getattr(actual, name).view(torch.uint8).reshape(ROWS, -1)[5, 0] ^= 1
     tally = Tally()
     tally.add(actual, expected, "planted")
@@ -27,11 +42,11 @@ def test_the_tally_misses_what_was_not_compared() -> None:
         tally.check(ROWS + 1)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64, torch.int64], ids=str)
 @pytest.mark.parametrize("place", ["before", "after", "between rows", "not written"])
 def test_a_guard_sees_one_wrong_element(dtype: torch.dtype, place: str) -> None:
     guard = Guarded((3, 5), dtype, before=9, stride=8, device="cpu")
-    assert bool(guard.tensor.isnan().all()), "the poison is a number"
+    assert not dtype.is_floating_point or bool(guard.tensor.isnan().all()), "the poison is a number"
     guard.tensor.zero_()
     guard.check("planted")
     row = 9 + 8
@@ -56,7 +71,12 @@ def test_the_rows_are_of_the_kinds_that_they_should_be(dtype: torch.dtype, vocab
     row = torch.arange(ROWS)
     assert torch.equal(case.target < 0, row % 5 == 4)
     assert torch.equal(case.grad_logp == 0, row % 7 == 6)
-    assert not any(t.isnan().any() for t in run(case))
+    without_entropy = grad_entropy_of(case) == 0
+    assert bool((without_entropy & (case.grad_logp != 0)).any())
+    assert bool((~without_entropy & (case.grad_logp == 0)).any())
+    assert not any(
+        t.isnan().any() for kind in (Result, WeightedResult) for t in run(case, kind=kind)
+    )
     if vocab_size < 2051:
         return
     largest = case.logits.float().abs().masked_fill(case.logits.isinf(), 0).amax(-1)
@@ -66,9 +86,11 @@ def test_the_rows_are_of_the_kinds_that_they_should_be(dtype: torch.dtype, vocab
     assert bool((case.logits[5::8] == 1.5).all())
 
 
-def test_a_row_alone_is_what_all_others_are_compared_with() -> None:
+@every_kind
+def test_a_row_alone_is_what_all_others_are_compared_with(kind: type) -> None:
     case = varied_rows(257, torch.float32, "cpu")
     rows = choice(100, device="cpu")
     tally = Tally()
-    tally.add(run(case.rows(rows)), Result(*(t[rows] for t in alone(case))), "100 rows")
+    expected = kind(*(t[rows] for t in alone(case, kind=kind)))
+    tally.add(run(case.rows(rows), kind=kind), expected, "100 rows")
     tally.check(100)

@@ -1,5 +1,8 @@
 """Every kernel on small inputs, for `make sanitize`: compute-sanitizer runs this file.
 
+    compute-sanitizer --tool racecheck python tests/sanitize.py            # all of it
+    compute-sanitizer --tool racecheck python tests/sanitize.py "few rows" shards
+
 No pytest, and few launches: the tools slow each of them down. All tensors are made on the CPU and
 copied, so that torch launches nothing: initcheck then sees the project's kernels alone. It sees
 what they leave unwritten, too, when the results are copied back. Every tensor is an allocation of
@@ -8,7 +11,8 @@ its own, so that a read past a tensor's end is one past the end of an allocation
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple, Optional
@@ -20,6 +24,7 @@ import torch
 from torch import Tensor
 
 import rl_logp
+from rl_logp.testing import assert_bitwise_equal
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 OPS = torch.ops.rl_logp
@@ -85,6 +90,7 @@ def logits_of(case: Case, dtype: torch.dtype) -> Tensor:
 def launch(case: Case, dtype: torch.dtype, divisor: Optional[Tensor], flip: bool) -> int:
     """A forward, a backward, states and their sum, or two of each where rows are few.
 
+    Then the same with an entropy, and a backward in place: with one if ``flip``, else without.
     Returns how many launches."""
     logits = logits_of(case, dtype)
     target = torch.arange(case.rows) * 7 % (case.columns + 2) - 1  # some are ignored
@@ -94,10 +100,10 @@ def launch(case: Case, dtype: torch.dtype, divisor: Optional[Tensor], flip: bool
     for grad in (grad_logp, grad_lse):
         grad[::3] = 0
     grads = [(grad_logp.cuda(), grad_lse.cuda()), (grad_logp.cuda(), None)]
+    logp = lse = dlogits = torch.empty(0)
     ways = (False, True) if case.rows < 100 else (flip,)
     for all_rows in ways:
-        logp = torch.empty(case.rows, device="cuda")
-        lse = torch.empty(case.rows, dtype=torch.float64, device="cuda")
+        logp, lse = of_rows(case.rows, 2)
         OPS._fused_logp_forward_out(logits, target, divisor, all_rows, logp, lse)
         dlogits = gradient_buffer(case, dtype)
         OPS._fused_logp_backward_out(
@@ -106,23 +112,70 @@ def launch(case: Case, dtype: torch.dtype, divisor: Optional[Tensor], flip: bool
         assert bool((logp.cpu()[target.cpu() < 0] == 0).all())
         lse.cpu()
         assert bool((allocation(dlogits)[::3] == 0).all())
-        of_states = logp_of_states(logits, target, divisor, all_rows)
-        assert torch.equal(of_states.view(torch.int32), logp.cpu().view(torch.int32))
-    return 4 * len(ways)
+        of_states, *_ = of_whole_states(logits, target, divisor, all_rows, 8)
+        assert_same_bits(of_states, logp)
+    entropy_grads = (*grads[flip], grad_entropy_of(grad_logp).cuda())
+    with_entropy = launch_weighted(case, logits, (target, divisor), entropy_grads, logp, flip)
+    if flip:
+        return 4 * len(ways) + with_entropy
+    last = grads[ways[-1]]
+    OPS._fused_logp_backward_out(*last, logits, target, divisor, lse, 0, case.columns, logits)
+    scored = (target.cpu() >= 0) & (target.cpu() < case.columns)  # others may have no lse
+    assert_same_bits(allocation(logits)[scored], allocation(dlogits)[scored])
+    return 4 * len(ways) + with_entropy + 1
 
 
-def logp_of_states(
-    logits: Tensor, target: Tensor, divisor: Optional[Tensor], all_rows: bool
-) -> Tensor:
-    """logp through the states of a shard that is the whole vocabulary."""
+def grad_entropy_of(grad_logp: Tensor) -> Tensor:
+    """0 in some of the rows whose other gradients are, and in some of those whose are not."""
+    grad_entropy = torch.ones_like(grad_logp)
+    grad_entropy[::3], grad_entropy[::6], grad_entropy[1::6] = 2, 0, 0
+    return grad_entropy
+
+
+def launch_weighted(
+    case: Case,
+    logits: Tensor,
+    row: tuple[Tensor, Optional[Tensor]],
+    grads: tuple[Tensor, Optional[Tensor], Tensor],
+    logp_alone: Tensor,
+    in_place: bool,
+) -> int:
+    """With an entropy: a forward, states and their sum, and a backward."""
+    logp, lse, entropy, mean = of_rows(case.rows, 4)
+    OPS._fused_logp_forward_out(logits, *row, True, logp, lse, entropy, mean)
+    assert_same_bits(logp, logp_alone)
+    of_states = of_whole_states(logits, *row, True, 13)
+    for actual, expected in zip(of_states, (logp, lse, entropy, mean), strict=True):
+        assert_same_bits(actual, expected)
+    dlogits = logits if in_place else gradient_buffer(case, logits.dtype)
+    OPS._fused_logp_backward_out(
+        *grads[:2], logits, *row, lse, 0, case.columns, dlogits, grads[2], mean
+    )
+    assert bool((allocation(dlogits)[::6] == 0).all())
+    return 4
+
+
+def of_rows(rows: int, count: int) -> tuple[Tensor, ...]:
+    """logp and lse, or those, entropy and mean: not written yet."""
+    dtypes = (torch.float32, torch.float64) * (count // 2)
+    return tuple(torch.empty(rows, dtype=dtype, device="cuda") for dtype in dtypes)
+
+
+def of_whole_states(
+    logits: Tensor, target: Tensor, divisor: Optional[Tensor], all_rows: bool, words: int
+) -> tuple[Tensor, ...]:
+    """Results through the states of a shard that is the whole vocabulary."""
     rows, columns = logits.shape
-    states = torch.empty(1, rows, 8, dtype=torch.int64, device="cuda")
+    states = torch.empty(1, rows, words, dtype=torch.int64, device="cuda")
     OPS._fused_logp_partial_out(logits, target, divisor, all_rows, 0, columns, states)
-    logp = torch.empty(rows, device="cuda")
-    lse = torch.empty(rows, dtype=torch.float64, device="cuda")
-    OPS._fused_logp_combine_out(states, target, columns, logp, lse)
-    lse.cpu()
-    return logp.cpu()
+    results = of_rows(rows, 4 if words == 13 else 2)
+    OPS._fused_logp_combine_out(states, target, columns, *results)
+    return tuple(result.cpu() for result in results)
+
+
+def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
+    """Compared on the CPU, so that torch launches nothing."""
+    assert_bitwise_equal(actual.cpu(), expected.cpu(), any_nan=True)
 
 
 def gradient_buffer(case: Case, dtype: torch.dtype) -> Tensor:
@@ -154,33 +207,54 @@ def shard(dtype: torch.dtype, divisor: Optional[Tensor]) -> int:
     grad, lse = torch.randn(9).cuda(), torch.full((9,), 5.0, dtype=torch.float64).cuda()
     OPS._fused_logp_backward_out(grad, None, logits, target, divisor, lse, 16, 80, dlogits)
     assert bool(dlogits.cpu().isfinite().all())
-    states = torch.empty(2, 9, 8, dtype=torch.int64, device="cuda")
-    OPS._fused_logp_partial_out(logits, target, divisor, False, 16, 80, states[0])
-    OPS._fused_logp_partial_out(logits, target, divisor, True, 64, 112, states[1])
-    logp = torch.empty(9, device="cuda")
-    OPS._fused_logp_combine_out(states, target, 80, logp, lse)
-    assert bool((logp.cpu()[target.cpu() >= 80] == 0).all())
-    lse.cpu()
-    return 4
+    mean = torch.full((9,), 1.0, dtype=torch.float64).cuda()
+    entropies = (torch.ones(9).cuda(), mean)
+    OPS._fused_logp_backward_out(
+        grad, None, logits, target, divisor, lse, 16, 80, dlogits, *entropies
+    )
+    assert bool(dlogits.cpu().isfinite().all())
+    for words in (8, 13):
+        states = torch.empty(2, 9, words, dtype=torch.int64, device="cuda")
+        OPS._fused_logp_partial_out(logits, target, divisor, words == 13, 16, 80, states[0])
+        OPS._fused_logp_partial_out(logits, target, divisor, True, 64, 112, states[1])
+        logp, *others = of_rows(9, 4 if words == 13 else 2)
+        OPS._fused_logp_combine_out(states, target, 80, logp, *others)
+        assert bool((logp.cpu()[target.cpu() >= 80] == 0).all())
+        for result in others:
+            result.cpu()
+    return 8
 
 
-def main() -> None:
+def of_case(case: Case) -> int:
+    launches = 0
+    for index, (dtype, divided) in enumerate(product(DTYPES, (False, True))):
+        divisor = temperatures(case.rows) if divided else None
+        launches += launch(case, dtype, divisor, flip=(index + index // 2) % 2 == 1)
+        if case.rows > 65535:
+            break  # the loop over rows is the same for all, and blocks are slow under a tool
+    return launches
+
+
+def of_shards() -> int:
+    divisors = (None, torch.linspace(0.5, 2.0, 9).cuda())
+    return sum(shard(dtype, divisor) for dtype, divisor in product(DTYPES, divisors))
+
+
+def main(wanted: list[str]) -> None:
+    """``wanted``: names of what to launch; none: everything."""
     torch.manual_seed(0)
     rl_logp.require_kernel("cuda", torch.bfloat16)
+    runs: dict[str, Callable[[], int]] = {name: partial(of_case, case) for name, case in cases()}
+    runs["shards"] = of_shards
+    unknown = set(wanted) - runs.keys()
+    if unknown:
+        sys.exit(f"sanitize.py: expected names among {list(runs)}, got {sorted(unknown)}")
     launches = 0
-    for name, case in cases():
+    for name in wanted or runs:
         print(name, flush=True)
-        for index, (dtype, divided) in enumerate(product(DTYPES, (False, True))):
-            divisor = temperatures(case.rows) if divided else None
-            launches += launch(case, dtype, divisor, flip=(index + index // 2) % 2 == 1)
-            if case.rows > 65535:
-                break  # the loop over rows is the same for all, and blocks are slow under a tool
-    launches += sum(
-        shard(dtype, divisor)
-        for dtype, divisor in product(DTYPES, (None, torch.linspace(0.5, 2.0, 9).cuda()))
-    )
+        launches += runs[name]()
     print(f"{launches} launches")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

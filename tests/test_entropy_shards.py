@@ -113,8 +113,9 @@ def test_no_number_or_order_of_shards_reaches_the_bits(
     assert_same_bits(cut, whole, f"{shards} shards")
     unweighted = call_in_shards(*case[:4], cuts=cuts)
     assert_bitwise_equal(cut.logp, unweighted.logp, "logp of vocab_parallel_logp")
+    in_one = weighted_states_of(*case[:3], (0, 1024))
+    _, _, _, mean = OPS.fused_logp_entropy_combine(in_one, case.target, 1024)
     states = weighted_states_of(*case[:3], cuts)
-    _, _, _, mean = OPS.fused_logp_entropy_combine(states, case.target, 1024)
     for order in itertools.islice(itertools.permutations(range(shards)), 24):
         results = OPS.fused_logp_entropy_combine(states[list(order)], case.target, 1024)
         expected = (whole.logp, whole.entropy, whole.lse, mean)
@@ -173,7 +174,7 @@ def test_many_small_terms_far_below_the_top_keep_their_weight(device: str) -> No
 @pytest.mark.parametrize("order", ["ascending", "descending"])
 def test_tops_that_rise_shard_by_shard(device: str, order: str) -> None:
     """Each shard's largest value is in another bin than the last one's: all weights are moved."""
-    steps = torch.arange(8).repeat_interleave(16) * 25.0
+    steps = torch.arange(8).repeat_interleave(16) * 12.0
     generator = torch.Generator().manual_seed(0)
     logits = (steps + torch.randn(32, 128, generator=generator)).to(device)
     logits = logits.flip(-1) if order == "descending" else logits

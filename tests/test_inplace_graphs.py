@@ -215,7 +215,7 @@ def test_batched_upstream_gradients(head: Head) -> None:
     logits = head.logits()
     logp = rl_logp.fused_logp(logits, head.target, inplace_backward=True)
     with pytest.raises(RuntimeError, match="Batching rule not implemented"):
-        torch.autograd.grad(logp, logits, torch.ones(3, *logp.shape), is_grads_batched=True)
+        torch.autograd.grad(logp, logits, logp.new_ones(3, *logp.shape), is_grads_batched=True)
 
 
 @pytest.mark.parametrize("view", ["slice", "padding", "rows", "permuted", "one of a split"])

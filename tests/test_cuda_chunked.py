@@ -5,8 +5,10 @@ import pytest
 import torch
 from calls import DTYPES, Result, assert_same_bits, sample
 from test_c15_chunked import CHUNK_ROWS, in_chunks, unchunked
+from torch import Tensor
 
 from rl_logp import chunked
+from rl_logp.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.cuda
 
@@ -34,3 +36,25 @@ def test_more_rows_than_a_default_chunk(dtype: torch.dtype) -> None:
     result = in_chunks(case, None, None)
     logp, dlogits = unchunked(case, None)
     assert_same_bits(result, Result(logp, result.lse, dlogits), f"{rows} rows")
+
+
+def entropy_in_chunks(logits: Tensor, target: Tensor, chunk_rows: int | None) -> dict[str, Tensor]:
+    logp, entropy = (target.new_full(target.shape, 7, dtype=torch.float32) for _ in range(2))
+    lse, mean = (target.new_full(target.shape, 7, dtype=torch.float64) for _ in range(2))
+    row, dlogits, g = (logits, target, None), torch.full_like(logits, 7), torch.ones_like(logp)
+    chunked.forward(*row, logp, lse, chunk_rows, entropy, mean)
+    shard = (0, logits.shape[-1])
+    chunked.backward(g, None, *row, lse, *shard, dlogits, chunk_rows, grad_entropy=g, mean=mean)
+    return {"logp": logp, "entropy": entropy, "lse": lse, "mean": mean, "dlogits": dlogits}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("vocab_size", [8191, 50257])
+@pytest.mark.parametrize("chunk_rows", CHUNK_ROWS)
+def test_no_chunk_reaches_an_entropy(dtype: torch.dtype, vocab_size: int, chunk_rows: int) -> None:
+    case = sample((2, 65, vocab_size), dtype, "cuda")
+    whole = entropy_in_chunks(*case[:2], None)
+    cut = entropy_in_chunks(*case[:2], chunk_rows)
+    assert whole.keys() == cut.keys()
+    for name, expected in whole.items():
+        assert_bitwise_equal(cut[name], expected, f"{name} in chunks of {chunk_rows}")

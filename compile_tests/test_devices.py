@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +14,15 @@ from compile_tests.common import BACKENDS, assert_same_bits, gradients, inputs
 pytestmark = [pytest.mark.cuda, pytest.mark.two_gpus]
 
 
-@pytest.mark.parametrize("score", [rl_logp.fused_logp, rl_logp.vocab_parallel_logp])
+SCORES: dict[str, Callable] = {
+    "fused_logp": partial(rl_logp.fused_logp, return_lse=True),
+    "vocab_parallel_logp": partial(rl_logp.vocab_parallel_logp, return_lse=True),
+    "fused_logp_entropy": rl_logp.fused_logp_entropy,
+    "vocab_parallel_logp_entropy": rl_logp.vocab_parallel_logp_entropy,
+}
+
+
+@pytest.mark.parametrize("score", SCORES.values(), ids=SCORES)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("side_stream", [False, True], ids=["default stream", "side stream"])
 @pytest.mark.parametrize(
@@ -24,7 +33,7 @@ def test_the_current_device_is_neither_used_nor_changed(
 ) -> None:
     def results(run: Callable, logits: Tensor, target: Tensor) -> tuple[Tensor, ...]:
         leaf = logits.detach().requires_grad_()
-        outputs = run(leaf, target, temperature=0.7, return_lse=True)
+        outputs = run(leaf, target, temperature=0.7)
         return (*outputs, *gradients(outputs, leaf))
 
     with torch.cuda.device(current), ExitStack() as stack:

@@ -13,7 +13,6 @@ from typing import Optional
 
 import torch
 from torch import Tensor
-from trl.trainer import utils  # pyright: ignore[reportMissingImports]
 
 import rl_logp
 
@@ -42,18 +41,20 @@ def selective_log_softmax_and_entropy(
     temperature: float = 1.0,
     row_mask: Optional[Tensor] = None,
 ) -> tuple[Tensor, Tensor]:
-    """The log-probability is rl_logp's, the entropy TRL's own: rl_logp has none."""
-    _, entropy = utils.selective_log_softmax_and_entropy(
-        logits if entropy_requires_grad else logits.detach(),
-        index,
-        entropy_requires_grad=entropy_requires_grad,
-        temperature=temperature,
-        row_mask=row_mask,
-    )
-    return selective_log_softmax(logits, index, temperature, row_mask), entropy
+    """Both in fp32 and from one pass. An entropy that is a metric costs no gradient."""
+    target = index if row_mask is None else index.masked_fill(row_mask == 0, -100)
+    logp, entropy = rl_logp.fused_logp_entropy(logits, target, temperature=temperature)
+    if not entropy_requires_grad:
+        entropy = entropy.detach()
+    return logp, entropy if row_mask is None else entropy.masked_fill(row_mask == 0, 0.0)
 
 
-REPLACEMENTS = (selective_log_softmax, selective_log_softmax_and_entropy)
+def entropy_from_logits(logits: Tensor, chunk_size: int = 128) -> Tensor:
+    """fp32. There are no chunks: nothing of logits' size is made but their gradient."""
+    return rl_logp.fused_entropy(logits)
+
+
+REPLACEMENTS = (selective_log_softmax, selective_log_softmax_and_entropy, entropy_from_logits)
 
 
 @contextmanager

@@ -4,13 +4,13 @@ from itertools import pairwise
 
 import pytest
 import torch
-from calls import assert_same_bits, call, sample
+from calls import Call, assert_same_bits, sample
 
 from rl_logp import chunked
 
 
 @pytest.mark.parametrize("gap", [2**30, 2**31 - 8, 2**31 + 8])
-def test_rows_further_apart_than_an_int_can_say(device: str, gap: int) -> None:
+def test_rows_further_apart_than_an_int_can_say(call: Call, device: str, gap: int) -> None:
     """bf16 rows whose offsets in bytes or elements pass 2^31, in memory that is never touched."""
     case = sample((2, 64), torch.bfloat16, device)
     try:

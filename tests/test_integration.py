@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import rl_logp
 from rl_logp.testing import assert_bitwise_equal
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -84,6 +85,20 @@ def test_rows_masked_are_zero_and_get_no_gradient(patch: Any) -> None:
     assert logits.grad is not None
     assert not logits.grad[mask == 0].any()
     assert logits.grad[mask == 1].any(-1).all()
+
+
+@pytest.mark.parametrize("wanted", [True, False], ids=["a loss", "a metric"])
+def test_an_entropy_is_that_of_the_package(wanted: bool, patch: Any) -> None:
+    logits = torch.randn(2, 3, 100, dtype=torch.bfloat16, requires_grad=True)
+    index = torch.randint(100, (2, 3))
+    logp, entropy = patch.selective_log_softmax_and_entropy(
+        logits, index, entropy_requires_grad=wanted, temperature=0.7
+    )
+    assert_bitwise_equal(entropy.detach(), rl_logp.fused_entropy(logits, temperature=0.7).detach())
+    assert_bitwise_equal(logp.detach(), patch.selective_log_softmax(logits, index, 0.7).detach())
+    assert entropy.requires_grad == wanted
+    alone = patch.entropy_from_logits(logits / 0.5)
+    assert_bitwise_equal(alone.detach(), rl_logp.fused_entropy(logits, temperature=0.5).detach())
 
 
 def test_a_module_is_as_before_after_the_patch(patch: Any) -> None:

@@ -106,6 +106,13 @@ def choice(rows: int, seed: int = 0, device: str = "cuda") -> Tensor:
     return torch.randint(ROWS, (rows,), generator=torch.Generator().manual_seed(seed)).to(device)
 
 
+def launch_sizes() -> list[int]:
+    """Numbers of rows at which csrc/cuda/*.cu changes the launch on this GPU, and the next ones."""
+    multiprocessors = torch.cuda.get_device_properties("cuda").multi_processor_count
+    edges = [multiprocessors * factor // 4 for factor in (1, 2, 4, 8, 16, 192)]
+    return [edge + d for edge in edges for d in (0, 1)]
+
+
 def call_out(
     case: Sample,
     results: Any,

@@ -19,6 +19,7 @@ from cuda_calls import (
     choice,
     cuda_kernel,
     every_kind,
+    launch_sizes,
     poisoned,
     run,
     varied_rows,
@@ -39,15 +40,9 @@ WIDTHS = {1: 32769, 7: 32769, 2051: 32769, 50257: 4097, 151936: 2049}
 # 10,000 rows of each width on any GPU.
 WEIGHTED_SIZES = [*range(1, 10), 15, 16, 17, 63, 64, 4095, 8193]
 WEIGHTED_WIDTHS = [7, 2051, 50257]
-# One that runs as few rows, one that runs as many, on any GPU of up to 320 multiprocessors.
+# One that runs as few rows and one that does not, on any GPU of up to 320 multiprocessors. Those
+# of which a warp or two take one each are in launch_sizes().
 FEW, MANY = ROWS, 641
-
-
-def launch_sizes() -> list[int]:
-    """Numbers of rows at which csrc/cuda/*.cu changes the launch on this GPU, and the next ones."""
-    multiprocessors = torch.cuda.get_device_properties("cuda").multi_processor_count
-    edges = [multiprocessors * factor // 4 for factor in (1, 2, 4, 8, 16, 192)]
-    return [edge + d for edge in edges for d in (0, 1)]
 
 
 def row_counts(kind: type, vocab_size: int) -> list[int]:

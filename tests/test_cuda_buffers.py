@@ -14,6 +14,7 @@ from cuda_calls import (
     cuda_kernel,
     every_kind,
     grad_entropy_of,
+    launch_sizes,
     poisoned,
     run,
     varied_rows,
@@ -89,6 +90,20 @@ def test_everything_is_written_and_nothing_beside_it(
         result = fill(case, kind, buffers, temperature)
         check(buffers)
         assert_same_bits(result, expected, f"{before} elements in, {gap} between rows")
+
+
+@every_kind
+@every_dtype
+@with_and_without
+def test_so_it_is_of_rows_that_a_warp_or_two_take(
+    kind: Any, dtype: torch.dtype, temperature: bool
+) -> None:
+    rows = launch_sizes()[-1]
+    case = varied_rows(67, dtype).rows(choice(rows))
+    buffers = guarded(case, kind, before=65, stride=71)
+    result = fill(case, kind, buffers, temperature)
+    check(buffers)
+    assert_same_bits(result, run(case, temperature, kind), f"{rows} rows")
 
 
 @every_kind

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Optional
 
 import torch
 from calls import DTYPES, LAYOUTS, relaid
+from test_entropy import assert_accurate as assert_entropy_accurate
 from test_fuzz import by_torch
 from torch import Tensor
 from tqdm import tqdm
@@ -42,8 +43,13 @@ class Call(NamedTuple):
     temperature: Optional[Tensor]
     grad_logp: Optional[Tensor]
     grad_lse: Optional[Tensor]
+    grad_entropy: Optional[Tensor]
     all_rows: bool
     threads: int
+
+    @property
+    def row(self) -> tuple[Tensor, Tensor, Optional[Tensor]]:
+        return self.logits, self.target, self.temperature
 
 
 class Results(NamedTuple):
@@ -51,6 +57,13 @@ class Results(NamedTuple):
     lse: Tensor
     dlogits: Tensor
     states: Tensor
+    # With an entropy: of all rows, and of all upstream gradients.
+    entropy_logp: Tensor
+    entropy_lse: Tensor
+    entropy: Tensor
+    mean: Tensor
+    entropy_dlogits: Tensor
+    entropy_states: Tensor
 
 
 def draw(seed: int) -> Call:
@@ -87,15 +100,21 @@ def draw(seed: int) -> Call:
         if rng.random() < 0.5:
             temperature = torch.rand(rows, generator=generator) * 3 + 0.1
     grads: list[Optional[Tensor]] = []
-    for grad_dtype in (torch.float32, torch.float64):
+    for grad_dtype in (torch.float32, torch.float64, torch.float32):
         scale = rng.choice((0.0, 1e-42, 1e-30, 1.0, 1.0, 1e30))
         grad = (torch.randn(rows, generator=generator) * scale).to(grad_dtype)
         if rng.random() < 0.3:
             grad = grad.flatten()[:1].sum().expand(rows)
+        if rng.random() < 0.3:
+            grad = grad.masked_fill(torch.rand(rows, generator=generator) < 0.5, 0)
         grads.append(None if rng.random() < 0.2 else grad)
     all_rows = grads[1] is not None or rng.random() < 0.5  # as the public functions have it
     threads = rng.choice((1, 2, 3, 5))
-    return Call(logits, target, temperature, grads[0], grads[1], all_rows, threads)
+    return Call(logits, target, temperature, grads[0], grads[1], grads[2], all_rows, threads)
+
+
+def garbage(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.full(shape, 7, dtype=dtype)
 
 
 def run(call: Call) -> Results:
@@ -104,15 +123,55 @@ def run(call: Call) -> Results:
     if logits.shape[-1] > 1 and logits.stride(-1) != 1:
         logits = logits.contiguous()
     columns = logits.shape[-1]
-    logp = torch.full(rows, 7.0)
-    lse = torch.full(rows, 7.0, dtype=torch.float64)
-    states = torch.full((*rows, 8), 7, dtype=torch.int64)
-    dlogits = torch.full(logits.shape, 7.0, dtype=logits.dtype)
-    row = (logits, call.target, call.temperature)
+    row, grads = (logits, call.target, call.temperature), (call.grad_logp, call.grad_lse)
+    logp, lse = garbage(*rows, dtype=torch.float32), garbage(*rows)
+    states = garbage(*rows, 8, dtype=torch.int64)
+    dlogits = garbage(*logits.shape, dtype=logits.dtype)
     OP._fused_logp_forward_out(*row, call.all_rows, logp, lse)
     OP._fused_logp_partial_out(*row, call.all_rows, 0, columns, states)
-    OP._fused_logp_backward_out(call.grad_logp, call.grad_lse, *row, lse, 0, columns, dlogits)
-    return Results(logp, lse, dlogits, states)
+    OP._fused_logp_backward_out(*grads, *row, lse, 0, columns, dlogits)
+    results = (logp, lse, dlogits, states)
+
+    logp, lse = garbage(*rows, dtype=torch.float32), garbage(*rows)
+    entropy, mean = garbage(*rows, dtype=torch.float32), garbage(*rows)
+    states = garbage(*rows, 13, dtype=torch.int64)
+    dlogits = garbage(*logits.shape, dtype=logits.dtype)
+    OP._fused_logp_forward_out(*row, True, logp, lse, entropy, mean)
+    OP._fused_logp_partial_out(*row, True, 0, columns, states)
+    entropies = (call.grad_entropy, mean)
+    OP._fused_logp_backward_out(*grads, *row, lse, 0, columns, dlogits, *entropies)
+    return Results(*results, logp, lse, entropy, mean, dlogits, states)
+
+
+def unreached(call: Call) -> Tensor:
+    """The rows whose entropy has no upstream gradient."""
+    if call.grad_entropy is None:
+        return torch.ones(call.target.shape, dtype=torch.bool)
+    return call.grad_entropy == 0
+
+
+def assert_an_entropy_changes_nothing(call: Call, whole: Results) -> None:
+    columns = call.logits.shape[-1]
+    read = (call.target >= 0) & (call.target < columns) | call.all_rows
+    assert_bitwise_equal(whole.entropy_logp, whole.logp, "logp beside an entropy")
+    assert_bitwise_equal(whole.entropy_lse[read], whole.lse[read], "lse beside an entropy")
+    states = read & ~whole.entropy_lse.isnan()  # of a NaN, the largest column means nothing
+    assert_bitwise_equal(whole.entropy_states[states, :8], whole.states[states], "states beside it")
+    unreached = torch.ones(call.target.shape, dtype=torch.bool)
+    if call.grad_entropy is not None:
+        unreached = call.grad_entropy == 0
+    dlogits = whole.entropy_dlogits[unreached]
+    assert_bitwise_equal(dlogits, whole.dlogits[unreached], "dlogits without the entropy's")
+
+
+def assert_the_place_of_the_logits_changes_nothing(call: Call, whole: Results) -> None:
+    grads, columns = (call.grad_logp, call.grad_lse), call.logits.shape[-1]
+    of_entropy = (call.grad_entropy, whole.mean)
+    for expected, entropies in ((whole.dlogits, ()), (whole.entropy_dlogits, of_entropy)):
+        logits = call.logits.clone(memory_format=torch.contiguous_format)
+        row = (logits, call.target, call.temperature, whole.entropy_lse)
+        OP._fused_logp_backward_out(*grads, *row, 0, columns, logits, *entropies)
+        assert_bitwise_equal(logits, expected, "dlogits in the place of the logits")
 
 
 def assert_cuts_change_nothing(call: Call, whole: Results, rng: random.Random) -> None:
@@ -120,6 +179,7 @@ def assert_cuts_change_nothing(call: Call, whole: Results, rng: random.Random) -
     columns = call.logits.shape[-1]
     starts = sorted({0, *(rng.randrange(0, columns, 16) for _ in range(rng.randrange(4)))})
     shards, gradients = [], []
+    entropy_shards, entropy_gradients = [], []
     for start, end in zip(starts, [*starts[1:], columns], strict=True):
         shard = call.logits[..., start:end]
         row = (shard, call.target, call.temperature)
@@ -127,7 +187,14 @@ def assert_cuts_change_nothing(call: Call, whole: Results, rng: random.Random) -
         gradients.append(
             OP.fused_logp_backward(call.grad_logp, call.grad_lse, *row, whole.lse, start, columns)
         )
+        entropy_shards.append(OP.fused_logp_entropy_partial(*row, start, columns))
+        grads = (call.grad_logp, call.grad_entropy, call.grad_lse)
+        saved = (whole.entropy_lse, whole.mean)
+        entropy_gradients.append(
+            OP.fused_logp_entropy_backward(*grads, *row, *saved, start, columns)
+        )
     rng.shuffle(shards)
+    rng.shuffle(entropy_shards)
     logp, lse = OP.fused_logp_combine(torch.stack(shards), call.target, columns)
     ignored = (call.target < 0) | (call.target >= columns)
     assert_bitwise_equal(logp, whole.logp, "logp of shards")
@@ -136,6 +203,12 @@ def assert_cuts_change_nothing(call: Call, whole: Results, rng: random.Random) -
     else:
         assert_bitwise_equal(lse[~ignored], whole.lse[~ignored], "lse of shards")
     assert_bitwise_equal(torch.cat(gradients, -1), whole.dlogits, "dlogits of shards")
+    combined = OP.fused_logp_entropy_combine(torch.stack(entropy_shards), call.target, columns)
+    expected = (whole.entropy_logp, whole.entropy, whole.entropy_lse, whole.mean)
+    for name, a, e in zip(("logp", "entropy", "lse", "mean"), combined, expected, strict=True):
+        assert_bitwise_equal(a, e, f"{name} of shards with weights")
+    dlogits = torch.cat(entropy_gradients, -1)
+    assert_bitwise_equal(dlogits, whole.entropy_dlogits, "dlogits of shards, with an entropy's")
 
 
 def assert_accurate(call: Call, whole: Results) -> None:
@@ -166,6 +239,18 @@ def assert_accurate(call: Call, whole: Results) -> None:
         per_row = (t.reshape(call.target.numel(), *t.shape[dims:]) for t in (ours, theirs, truth))
         for row, (a, t, e) in enumerate(zip(*per_row, strict=True)):
             assert_as_accurate(a.to(t.dtype), t, e, f"{what} of row {row}")
+    grad_entropy = call.grad_entropy
+    if grad_entropy is None or grad_entropy.abs().max().item() > 1e20:
+        return
+    if temperature is not None:
+        temperature = temperature.expand(call.target.shape).flatten()
+    assert_entropy_accurate(
+        call.logits.reshape(-1, call.logits.shape[-1]),
+        call.target.flatten(),
+        temperature,
+        grad_logp.flatten(),
+        grad_entropy.flatten(),
+    )
 
 
 def check(seed: int) -> None:
@@ -181,6 +266,8 @@ def check(seed: int) -> None:
                 assert_bitwise_equal(a, e, f"{name} by {FORMS[number]}")
     finally:
         OP._cpu_form(fastest)
+    assert_an_entropy_changes_nothing(call, expected)
+    assert_the_place_of_the_logits_changes_nothing(call, expected)
     assert_cuts_change_nothing(call, expected, rng)
     if call.target.numel() and call.logits.shape[-1] < 2000:
         assert_accurate(call, expected)

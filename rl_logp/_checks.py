@@ -100,6 +100,11 @@ def temperature_values(temperature: Optional[Tensor]) -> None:
         raise temperature_error(temperature[~right].flatten()[0].item())
 
 
+def logp_dtype(logits: Tensor) -> torch.dtype:
+    """Of logp and of the entropy."""
+    return torch.float64 if logits.dtype == torch.float64 else torch.float32
+
+
 def backward(
     grad_logp: Optional[Tensor],
     grad_lse: Optional[Tensor],
@@ -115,13 +120,12 @@ def backward(
     """Raises TypeError or ValueError unless the arguments have the documented form."""
     forward(logits, target, temperature, is_shard=True)
     _shard_range(logits, vocab_start, vocab_size)
-    logp_dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     for name, of_rows, dtype in (
         ("lse", lse, torch.float64),
         ("mean", mean, torch.float64),
-        ("grad_logp", grad_logp, logp_dtype),
+        ("grad_logp", grad_logp, logp_dtype(logits)),
         ("grad_lse", grad_lse, torch.float64),
-        ("grad_entropy", grad_entropy, logp_dtype),
+        ("grad_entropy", grad_entropy, logp_dtype(logits)),
     ):
         if of_rows is None:
             continue

@@ -15,6 +15,7 @@ from rl_logp.ops import (
     backward_output,
     batched,
     forward_outputs,
+    grad_logp_of,
     no_second_derivative,
     save_for_backward,
 )
@@ -102,6 +103,9 @@ def dlogits_of(
             " detach it, or differentiate lse - entropy"
         )
     *saved, mean = ctx.saved_tensors
+    other = grad_lse if grad_entropy is None else grad_entropy
+    if other is not None:
+        grad_logp = grad_logp_of(saved[0], grad_logp, other)
     if grad_entropy is not None:
         return torch.ops.rl_logp.fused_logp_entropy_backward(
             grad_logp, grad_entropy, grad_lse, *saved, mean, *ctx.shard

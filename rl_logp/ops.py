@@ -178,8 +178,7 @@ torch.library.register_vmap("rl_logp::fused_logp_with_lse", _fused_logp_with_lse
 
 # --- fused_logp_forward ---------------------------------------------------------------------------
 def forward_outputs(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    logp_dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    logp = logits.new_empty(target.shape, dtype=logp_dtype)
+    logp = logits.new_empty(target.shape, dtype=_checks.logp_dtype(logits))
     return logp, logits.new_empty(target.shape, dtype=torch.float64)
 
 
@@ -227,7 +226,21 @@ def save_for_backward(ctx, inputs: tuple, of_rows: tuple, *shard) -> None:
     ctx.set_materialize_grads(False)
 
 
+def grad_logp_of(logits: Tensor, grad_logp: Optional[Tensor], other: Tensor) -> Optional[Tensor]:
+    """grad_logp; of a DTensor zeros in place of None, which have the same bits.
+
+    DTensor in torch 2.11 looks for the mesh in an operator's first argument.
+    """
+    from rl_logp import _shard  # which imports the operators
+
+    if grad_logp is not None or not _shard.is_dtensor(other):
+        return grad_logp
+    return torch.zeros_like(other, dtype=_checks.logp_dtype(logits))
+
+
 def dlogits_of(ctx, grad_logp: Optional[Tensor], grad_lse: Optional[Tensor]) -> Optional[Tensor]:
+    if grad_lse is not None:
+        grad_logp = grad_logp_of(ctx.saved_tensors[0], grad_logp, grad_lse)
     if grad_logp is None and grad_lse is None:
         return None
     return torch.ops.rl_logp.fused_logp_backward(

@@ -102,7 +102,9 @@ def test_entropies_are_those_of_the_rows_that_are_here(
     target: Any = distribute_tensor(TARGET, mesh, placements)
     scale = here = temperature
     if temperature == "per row":
-        scale = distribute_tensor(torch.linspace(0.5, 2, 24).view(4, 6), mesh, placements)
+        # Cut here: what the other processes would send is not looked at, and may be anything.
+        whole = torch.linspace(0.5, 2, 24).view(4, 6)
+        scale = distribute_tensor(whole, mesh, placements, src_data_rank=None)
         here = scale.to_local()
     leaf = logits.to_local().detach().requires_grad_()
     for both in (True, False):
@@ -123,6 +125,20 @@ def test_entropies_are_those_of_the_rows_that_are_here(
         for actual, expected in zip((*outputs, dlogits), local, strict=True):
             assert actual.placements == tuple(placements)
             assert_bitwise_equal(actual.to_local().detach(), expected.detach(), "its part")
+
+
+@pytest.mark.parametrize("placements", [[Shard(0), Shard(1)], [Shard(1), Replicate()]], ids=str)
+def test_a_gradient_of_lse_alone(mesh: DeviceMesh, placements: list[Placement]) -> None:
+    logits: Any = distribute_tensor(LOGITS, mesh, placements).requires_grad_()
+    target: Any = distribute_tensor(TARGET, mesh, placements)
+    _, lse = rl_logp.fused_logp(logits, target, return_lse=True)
+    with CommDebugMode() as communication:
+        (dlogits,) = torch.autograd.grad(lse, logits, torch.ones_like(lse))
+    assert communication.get_total_counts() == 0
+    leaf = logits.to_local().detach().requires_grad_()
+    _, lse = rl_logp.fused_logp(leaf, target.to_local(), return_lse=True)
+    (expected,) = torch.autograd.grad(lse, leaf, torch.ones_like(lse))
+    assert_bitwise_equal(dlogits.to_local(), expected, "dlogits")
 
 
 def test_entropies_of_plain_targets_and_temperatures(mesh: DeviceMesh) -> None:

@@ -288,10 +288,13 @@ struct Tile {
 
   // FastScale's.
   Floats corrected_weight(int block) const {
-    if constexpr (!Kind::kWeighted) return Simd::set(0.0f);
-    return Simd::fused_multiply_add(
-        correction[block], Simd::fused_multiply_add(total[block], Simd::set(kLog2e), weight[block]),
-        weight[block]);
+    if constexpr (Kind::kWeighted) {
+      return Simd::fused_multiply_add(
+          correction[block],
+          Simd::fused_multiply_add(total[block], Simd::set(kLog2e), weight[block]), weight[block]);
+    } else {
+      return Simd::set(0.0f);
+    }
   }
 
   // Otherwise a group is beyond the fast range, or there is a NaN, which `largest` may have missed.

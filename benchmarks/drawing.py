@@ -19,6 +19,8 @@ STYLES = {  # provider -> its name in a legend, its colour
     "fla": ("FLA", "#4c8fb0"),
     "liger": ("Liger", "#82b6a8"),
     "liger_selective": ("Liger, forward only", "#b7d3c2"),
+    "trl": ("TRL", "#2e4057"),
+    "verl": ("verl", "#4c8fb0"),
     "torch_compile": ("torch.compile", "#8d8d92"),
     "torch": ("torch", "#c3c3c8"),
     "fp32_vjp": ("fp32 VJP", "#e6d3a3"),
@@ -31,9 +33,7 @@ class Figures:
 
     def __init__(self, rows: list[Row]) -> None:
         self._rows = [row for row in rows if "error" not in row]
-        one = self._rows[0]
-        commit = (one["commit"] or "")[:10]
-        self._caption = f"{one['gpu']}, torch {one['torch']}, CUDA {one['cuda']}, commit {commit}"
+        self._commits: list[str] = []  # of the rows of the figure that is drawn
 
     def rows(self, bench: str, key: str, **fields: object) -> list[Row]:
         """The rows of a bench that have a figure, in the order of the styles."""
@@ -44,10 +44,15 @@ class Figures:
             and row.get(key) is not None
             and all(row.get(name) == value for name, value in fields.items())
         ]
+        self._commits += [(row["commit"] or "")[:7] for row in found]
         return sorted(found, key=lambda row: list(STYLES).index(row["provider"]))
 
     def save(self, figure: Figure, path: Path) -> None:
-        figure.text(0.995, 0.005, self._caption, ha="right", va="bottom", fontsize=7, color="0.45")
+        one = self._rows[0]
+        commits = ", ".join(dict.fromkeys(self._commits))
+        caption = f"{one['gpu']}, torch {one['torch']}, CUDA {one['cuda']}, commit {commits}"
+        figure.text(0.995, 0.005, caption, ha="right", va="bottom", fontsize=7, color="0.45")
+        self._commits.clear()
         figure.savefig(path, dpi=160)
         plt.close(figure)
         print(path)

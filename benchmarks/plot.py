@@ -147,6 +147,25 @@ def accuracy(of: Figures, path: Path) -> None:
     of.save(figure, path)
 
 
+def entropy(of: Figures, path: Path) -> None:
+    """logp and entropy with both gradients: time and peak memory."""
+    figure, panels = new_figure(2, sharey=True)
+    point = LARGE[0]
+    size = {"V": point.columns, "N": point.rows, "dtype": "bf16"}
+    rows = of.rows("entropy", "fwd_bwd_ms", **size)
+    bars(panels[0], [*rows], lambda row: row["x_floor"], "{:.2f} x")
+    panels[0].set_xscale("log")
+    panels[0].set_xlabel("time, x of the memory floor of logp alone")
+    heading(panels[0], "logp and entropy, forward + backward")
+    bars(panels[1], [*rows], lambda row: row["peak_bytes"] / point.logits_bytes, "{:.2f} x")
+    panels[1].set_xlabel("x of the size of the logits, beside them; the gradient is 1")
+    heading(panels[1], f"Peak memory, N = {point.rows}, V = {point.columns}, bf16")
+    for axes in panels:
+        axes.axvline(1, color="0.2", linewidth=0.9, linestyle=(0, (4, 3)))
+    names(panels[0], rows)
+    of.save(figure, path)
+
+
 def _missing(row: Row, key: str, scale: float) -> float | None:
     """What a percentage lacks of 100."""
     return (100 - row[key]) * scale if row.get(key) is not None else None
@@ -157,6 +176,7 @@ FIGURES = {
     "small_batches": small_batches,
     "memory": memory,
     "accuracy": accuracy,
+    "entropy": entropy,
 }
 
 

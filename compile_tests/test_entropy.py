@@ -105,7 +105,7 @@ def test_the_graphs_of_a_call() -> None:
 dynamo:
     logits: bf16[4, 7]
     target: i64[4]
-    fused_logp_entropy = rl_logp.fused_logp_entropy(logits, target, None)
+    fused_logp_entropy = rl_logp.fused_logp_entropy(logits, target, None, False)
     logp: f32[4] = fused_logp_entropy[0]
     entropy: f32[4] = fused_logp_entropy[1]
     return logp, entropy
@@ -143,7 +143,7 @@ def test_the_graphs_of_an_entropy_alone() -> None:
 dynamo:
     logits: bf16[4, 7]
     temperature: f32[4]
-    fused_entropy: f32[4] = rl_logp.fused_entropy(logits, temperature)
+    fused_entropy: f32[4] = rl_logp.fused_entropy(logits, temperature, False)
     return fused_entropy
 forward:
     logits: bf16[4, 7]

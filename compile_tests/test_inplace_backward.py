@@ -7,8 +7,9 @@ Logits that compiled code returns, or that it is given to save, are eager's to o
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -32,12 +33,31 @@ BACKEND = pytest.mark.parametrize("backend", BACKENDS)
 OVERWRITTEN = "has been modified"
 
 
-def inplace(logits: Tensor, target: Tensor) -> Tensor:
-    return rl_logp.fused_logp(logits, target, temperature=0.7, inplace_backward=True)
+class Score(NamedTuple):
+    """An operator, and its gradient in the logits' memory and in its own."""
+
+    inplace: Callable[[Tensor, Tensor], Tensor]
+    new: Callable[[Tensor, Tensor], Tensor]
+    backward: torch._ops.OpOverload
+
+    @staticmethod
+    def of(function: Callable[..., Tensor], backward: torch._ops.OpOverload) -> "Score":
+        in_place = partial(function, temperature=0.7, inplace_backward=True)
+        return Score(in_place, partial(function, temperature=0.7), backward)
 
 
-def new(logits: Tensor, target: Tensor) -> Tensor:
-    return rl_logp.fused_logp(logits, target, temperature=0.7)
+def logp_and_bonus(logits: Tensor, target: Tensor, **options: Any) -> Tensor:
+    """Half of an entropy is exact, so the compiler may fuse the sum as it likes."""
+    logp, entropy = rl_logp.fused_logp_entropy(logits, target, **options)
+    return logp + 0.5 * entropy
+
+
+SCORES = {
+    "fused_logp": Score.of(rl_logp.fused_logp, OP.fused_logp_backward.default),
+    "fused_logp_entropy": Score.of(logp_and_bonus, OP.fused_logp_entropy_backward.default),
+}
+inplace, new = SCORES["fused_logp"][:2]
+every_score = pytest.mark.parametrize("score", SCORES.values(), ids=SCORES)
 
 
 def head(device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
@@ -79,35 +99,37 @@ backward:
 
 @pytest.mark.parametrize("min_cut", [False, True], ids=["default partition", "min cut"])
 @pytest.mark.parametrize("computed", [False, True], ids=["an input", "computed"])
-def test_nothing_is_mutated_or_copied(min_cut: bool, computed: bool):
+@every_score
+def test_nothing_is_mutated_or_copied(min_cut: bool, computed: bool, score: Score):
     graphs = Graphs(min_cut=min_cut)
     hidden, weight, target = head()
     logits = (hidden @ weight).detach().requires_grad_()
 
     def f(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-        return inplace(hidden @ weight if computed else logits, target)
+        return score.inplace(hidden @ weight if computed else logits, target)
 
     torch.compile(f, backend=graphs, fullgraph=True)(hidden, weight, target).sum().backward()
     (backward,) = graphs.backward
-    assert calls(backward, OP.fused_logp_backward.default) == 1
+    assert calls(backward, score.backward) == 1
     operators = {str(node.target) for node in backward.graph.nodes}
     assert not [name for name in operators if "backward_" in name or "functionalized" in name]
     assert "aten.clone.default" not in operators
 
 
 @BACKEND
-def test_of_logits_that_are_computed(device: str, backend: str):
+@every_score
+def test_of_logits_that_are_computed(device: str, backend: str, score: Score):
     hidden, weight, target = head(device)
 
     def f(score: Callable, hidden: Tensor, weight: Tensor) -> Tensor:
         return score(hidden @ weight, target)
 
-    actual = torch.compile(f, backend=backend, fullgraph=True)(inplace, hidden, weight)
-    expected = f(new, hidden, weight)
-    assert_same_bits(actual, expected, "logp")
+    actual = torch.compile(f, backend=backend, fullgraph=True)(score.inplace, hidden, weight)
+    expected = f(score.new, hidden, weight)
+    assert_same_bits(actual, expected, "results")
     grads = gradients(actual, hidden, weight)
     assert_same_bits(grads, gradients(expected, hidden, weight), "gradients")
-    in_eager = gradients(f(inplace, hidden, weight), hidden, weight)
+    in_eager = gradients(f(score.inplace, hidden, weight), hidden, weight)
     assert_same_bits(grads, in_eager, "gradients in eager, in place")
 
 
@@ -123,7 +145,10 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 @BACKEND
 @pytest.mark.parametrize("leaf", [False, True], ids=["computed", "leaf"])
 @pytest.mark.parametrize("view", VIEWS)
-def test_of_an_input_that_the_caller_holds(device: str, backend: str, leaf: bool, view: str):
+@every_score
+def test_of_an_input_that_the_caller_holds(
+    device: str, backend: str, leaf: bool, view: str, score: Score
+):
     """What eager refuses has the right gradient too, since nothing is overwritten."""
     logits, _ = inputs(3, 4, 97, device=device)
     if not leaf:
@@ -134,16 +159,17 @@ def test_of_an_input_that_the_caller_holds(device: str, backend: str, leaf: bool
     def f(score: Callable, logits: Tensor) -> Tensor:
         return score(VIEWS[view](logits), target)
 
-    actual = torch.compile(f, backend=backend, fullgraph=True)(inplace, logits)
-    expected = f(new, logits)
-    assert_same_bits(actual, expected, "logp")
+    actual = torch.compile(f, backend=backend, fullgraph=True)(score.inplace, logits)
+    expected = f(score.new, logits)
+    assert_same_bits(actual, expected, "results")
     assert_same_bits(gradients(actual, logits), gradients(expected, logits), "dlogits")
     assert_same_bits(logits.detach(), before, "the caller's logits")
     assert logits._version == version
 
 
 @BACKEND
-def test_of_logits_that_others_use(device: str, backend: str):
+@every_score
+def test_of_logits_that_others_use(device: str, backend: str, score: Score):
     """In the graph, and outside of it: eager would raise."""
     hidden, weight, target = head(device)
 
@@ -156,22 +182,23 @@ def test_of_logits_that_others_use(device: str, backend: str):
         return gradients(outputs, hidden, weight)
 
     compiled = torch.compile(f, backend=backend, fullgraph=True)
-    assert_same_bits(step(compiled, inplace), step(compiled, new), "gradients")
+    assert_same_bits(step(compiled, score.inplace), step(compiled, score.new), "gradients")
     with pytest.raises(RuntimeError, match=OVERWRITTEN):
-        step(f, inplace)
+        step(f, score.inplace)
 
 
-def test_run_uncompiled_by_dynamo_it_is_eager():
+@every_score
+def test_run_uncompiled_by_dynamo_it_is_eager(score: Score):
     """backend="eager" runs the operators one by one, with autograd: in place, and refused."""
     logits, target = inputs(5, 97)
-    compiled = torch.compile(inplace, backend="eager", fullgraph=True)
+    compiled = torch.compile(score.inplace, backend="eager", fullgraph=True)
     with pytest.raises(ValueError, match="got a leaf that requires grad"):
         compiled(logits, target)
     computed = logits * 2
     (dlogits,) = gradients(compiled(computed, target), computed)
     assert dlogits.data_ptr() == computed.data_ptr()
     again = logits * 2
-    assert_same_bits((dlogits,), gradients(new(again, target), again), "dlogits")
+    assert_same_bits((dlogits,), gradients(score.new(again, target), again), "dlogits")
 
 
 SAVES_ITS_RESULT = {"tanh": torch.tanh, "exp": torch.exp, "softmax": lambda x: x.softmax(-1)}
@@ -249,42 +276,49 @@ def test_of_a_checkpoint(backend: str):
 
 
 @BACKEND
-def test_of_a_second_backward(backend: str):
+@every_score
+def test_of_a_second_backward(backend: str, score: Score):
     """Torch refuses to retain some compiled graphs, and says so; any other answer is right."""
     logits, target = inputs(5, 97)
-    logp = torch.compile(inplace, backend=backend, fullgraph=True)(logits, target)
+    logp = torch.compile(score.inplace, backend=backend, fullgraph=True)(logits, target)
     first = torch.autograd.grad(logp.sum(), logits, retain_graph=True)
     assert_same_bits(torch.autograd.grad(logp.sum(), logits), first, "the second gradient")
 
 
 @BACKEND
-def test_of_compiled_autograd(backend: str):
+@every_score
+def test_of_compiled_autograd(backend: str, score: Score):
     """It traces the backward of a forward in eager: a new gradient, and the logits are kept."""
     hidden, weight, target = head()
-    new(hidden @ weight, target).sum().backward()
+    score.new(hidden @ weight, target).sum().backward()
     expected, hidden.grad, weight.grad = (hidden.grad, weight.grad), None, None
     logits = hidden @ weight
     before = logits.detach().clone()
     with compiled_autograd._enable(torch.compile(backend=backend, fullgraph=True)):
-        inplace(logits, target).sum().backward()
+        score.inplace(logits, target).sum().backward()
     assert_same_bits((hidden.grad, weight.grad), expected, "gradients")
     assert_same_bits(logits.detach(), before, "logits")
 
 
 class Scores(torch.nn.Module):
+    def __init__(self, score: Score) -> None:
+        super().__init__()
+        self.score = score
+
     def forward(self, hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-        return inplace(hidden @ weight, target)
+        return self.score.inplace(hidden @ weight, target)
 
 
 @pytest.mark.parametrize("decomposed", [False, True])
-def test_of_an_exported_program(decomposed: bool, tmp_path: Path):
+@every_score
+def test_of_an_exported_program(decomposed: bool, score: Score, tmp_path: Path):
     """It holds the option, and runs uncompiled: in place, as eager does."""
-    exported = torch.export.export(Scores(), head())
+    exported = torch.export.export(Scores(score), head())
     torch.export.save(exported.run_decompositions() if decomposed else exported, tmp_path / "m.pt2")
     loaded = torch.export.load(tmp_path / "m.pt2").module()
     hidden, weight, target = head()
-    actual, expected = loaded(hidden, weight, target), new(hidden @ weight, target)
-    assert_same_bits(actual, expected, "logp")
+    actual, expected = loaded(hidden, weight, target), score.new(hidden @ weight, target)
+    assert_same_bits(actual, expected, "results")
     expected = gradients(expected, hidden, weight)
     assert_same_bits(gradients(actual, hidden, weight), expected, "gradients")
     loss = loaded(hidden, weight, target).sum()

@@ -120,6 +120,8 @@ def backward(
     """Raises TypeError or ValueError unless the arguments have the documented form."""
     forward(logits, target, temperature, is_shard=True)
     _shard_range(logits, vocab_start, vocab_size)
+    if grad_entropy is not None and mean is None:
+        raise ValueError("fused_logp: expected mean beside grad_entropy, got None")
     for name, of_rows, dtype in (
         ("lse", lse, torch.float64),
         ("mean", mean, torch.float64),

@@ -58,8 +58,9 @@ def _backward_sharding(grad_logp, grad_lse, logits, target, temperature, lse, *n
 
 
 @register_sharding(_OPS.fused_logp_entropy_forward.default)
-def _entropy_forward_sharding(logits, target, temperature):
-    return _by_rows(logits, (logits, target, temperature), 4)
+def _entropy_forward_sharding(logits, target, temperature, *options):
+    strategies = _by_rows(logits, (logits, target, temperature), 4)
+    return [(outputs, [*inputs, *[None] * len(options)]) for outputs, inputs in strategies]
 
 
 @register_sharding(_OPS.fused_logp_entropy_backward.default)
@@ -89,32 +90,19 @@ def writable(logits: Any) -> Tensor:
         return logits.to_local()
 
 
-def backward_(
-    grad_logp: Any,
-    grad_lse: Any,
-    logits: Any,
-    local_logits: Tensor,
-    target: Any,
-    temperature: Any,
-    lse: Any,
-    *numbers,
-) -> None:
+def backward_(local_logits: Tensor, *arguments: Any) -> None:
     """fused_logp_backward_ where the logits lie: all else is brought there, O(N) as it is."""
+    logits = arguments[2]
     mesh, rows = logits.device_mesh, logits.placements
 
-    def local(tensor: Any) -> Any:
-        return None if tensor is None else _local("fused_logp", "", tensor, mesh, rows)
+    def local(argument: Any) -> Any:
+        if argument is logits:
+            return local_logits
+        is_tensor = isinstance(argument, Tensor)
+        return _local("fused_logp", "", argument, mesh, rows) if is_tensor else argument
 
     torch.autograd.graph.increment_version(logits)  # beside that of its local tensor
-    _OPS.fused_logp_backward_(
-        local(grad_logp),
-        local(grad_lse),
-        local_logits,
-        local(target),
-        local(temperature),
-        local(lse),
-        *numbers,
-    )
+    _OPS.fused_logp_backward_(*map(local, arguments))
 
 
 def is_vocab_sharded(logits: Tensor) -> bool:

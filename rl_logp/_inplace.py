@@ -57,9 +57,19 @@ def _is_of_dtensor(logits: Tensor) -> bool:
     return node is not None and node.name() == "_ToTorchTensorBackward"
 
 
-def overwrite(ctx, grad_logp: Optional[Tensor], grad_lse: Optional[Tensor]) -> Optional[Tensor]:
+def overwrites(ctx) -> bool:
+    """Whether this backward is to overwrite the logits; compiled autograd traces a ``ctx`` too."""
+    return ctx.overwrites and not torch.compiler.is_compiling()
+
+
+def overwrite(
+    ctx,
+    grad_logp: Optional[Tensor],
+    grad_lse: Optional[Tensor],
+    grad_entropy: Optional[Tensor] = None,
+) -> Optional[Tensor]:
     """The saved logits, overwritten with their gradient."""
-    if grad_logp is None and grad_lse is None:
+    if grad_logp is None and grad_lse is None and grad_entropy is None:
         return None
     if ctx.overwritten:
         raise RuntimeError(
@@ -71,15 +81,14 @@ def overwrite(ctx, grad_logp: Optional[Tensor], grad_lse: Optional[Tensor]) -> O
             "fused_logp: expected a backward without create_graph=True where inplace_backward=True,"
             " got one with it"
         )
-    logits, *others = ctx.saved_tensors
+    logits, target, temperature, lse, *mean = ctx.saved_tensors
     ctx.overwritten = True
+    arguments = (target, temperature, lse, *ctx.shard, False, grad_entropy, *mean)
     if ctx.local is None:
-        torch.ops.rl_logp.fused_logp_backward_(
-            grad_logp, grad_lse, logits.detach(), *others, *ctx.shard
-        )
+        torch.ops.rl_logp.fused_logp_backward_(grad_logp, grad_lse, logits.detach(), *arguments)
     else:
         from rl_logp import _dtensor
 
-        _dtensor.backward_(grad_logp, grad_lse, logits, ctx.local, *others, *ctx.shard)
+        _dtensor.backward_(ctx.local, grad_logp, grad_lse, logits, *arguments)
         ctx.local = None
     return logits.detach()

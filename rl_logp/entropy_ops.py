@@ -9,7 +9,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from rl_logp import _checks, _library, chunked
+from rl_logp import _checks, _inplace, _library, chunked
 from rl_logp.ops import (
     _lib,
     backward_output,
@@ -18,6 +18,7 @@ from rl_logp.ops import (
     grad_logp_of,
     no_second_derivative,
     save_for_backward,
+    write_dlogits,
 )
 
 
@@ -28,27 +29,35 @@ def no_target(logits: Tensor) -> Tensor:
 
 
 def _fused_logp_entropy(
-    logits: Tensor, target: Tensor, temperature: Optional[Tensor] = None
+    logits: Tensor,
+    target: Tensor,
+    temperature: Optional[Tensor] = None,
+    inplace_backward: bool = False,
 ) -> tuple[Tensor, Tensor]:
     _checks.reverse_mode(logits)
-    return torch.ops.rl_logp.fused_logp_entropy_forward(logits, target, temperature)[:2]
+    return torch.ops.rl_logp.fused_logp_entropy_forward(
+        logits, target, temperature, inplace_backward
+    )[:2]
 
 
-def _fused_entropy(logits: Tensor, temperature: Optional[Tensor] = None) -> Tensor:
+def _fused_entropy(
+    logits: Tensor, temperature: Optional[Tensor] = None, inplace_backward: bool = False
+) -> Tensor:
     _checks.reverse_mode(logits)
-    target = no_target(logits)
-    return torch.ops.rl_logp.fused_logp_entropy_forward(logits, target, temperature)[1]
+    return torch.ops.rl_logp.fused_logp_entropy_forward(
+        logits, no_target(logits), temperature, inplace_backward
+    )[1]
 
 
 def _fused_logp_entropy_vmap(info, in_dims, *args):
     return torch.ops.rl_logp.fused_logp_entropy(*batched(info, in_dims, *args)), (0, 0)
 
 
-def _fused_entropy_vmap(info, in_dims, logits: Tensor, *temperature: Optional[Tensor]):
+def _fused_entropy_vmap(info, in_dims, logits: Tensor, *options):
     sample = logits if in_dims[0] is None else logits.select(in_dims[0], 0)
     in_dims = (in_dims[0], None, *in_dims[1:])
-    logits, _, scale = batched(info, in_dims, logits, no_target(sample), *temperature)
-    return torch.ops.rl_logp.fused_entropy(logits, scale), 0
+    logits, _, *options = batched(info, in_dims, logits, no_target(sample), *options)
+    return torch.ops.rl_logp.fused_entropy(logits, *options), 0
 
 
 _lib.impl("fused_logp_entropy", _fused_logp_entropy, "CompositeImplicitAutograd")
@@ -65,7 +74,10 @@ def _outputs(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor, Te
 
 
 def _forward(
-    logits: Tensor, target: Tensor, temperature: Optional[Tensor]
+    logits: Tensor,
+    target: Tensor,
+    temperature: Optional[Tensor],
+    inplace_backward: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _checks.forward(logits, target, temperature)
     _checks.temperature_values(temperature)
@@ -81,7 +93,7 @@ def _forward(
     return outputs
 
 
-def _forward_fake(logits, target, temperature):
+def _forward_fake(logits, target, temperature, inplace_backward=False):
     _checks.forward(logits, target, temperature)
     return _outputs(logits, target)
 
@@ -102,6 +114,8 @@ def dlogits_of(
             "fused_logp: expected no gradient towards mean, which is not differentiable, got one:"
             " detach it, or differentiate lse - entropy"
         )
+    if _inplace.overwrites(ctx):
+        return _inplace.overwrite(ctx, grad_logp, grad_lse, grad_entropy)
     *saved, mean = ctx.saved_tensors
     other = grad_lse if grad_entropy is None else grad_entropy
     if other is not None:
@@ -116,11 +130,12 @@ def dlogits_of(
 
 
 def _save_for_backward(ctx, inputs, output) -> None:
-    save_for_backward(ctx, inputs, output[2:], 0, inputs[0].shape[-1])
+    columns = inputs[0].shape[-1]
+    save_for_backward(ctx, inputs, output[2:], 0, columns, inplace_backward=inputs[3])
 
 
 def _forward_autograd(ctx, *grads: Optional[Tensor]):
-    return dlogits_of(ctx, *grads), None, None
+    return dlogits_of(ctx, *grads), None, None, None
 
 
 torch.library.register_autograd(
@@ -148,28 +163,7 @@ def _backward(
     arguments = (logits, target, temperature, lse, vocab_start, vocab_size)
     _checks.backward(grad_logp, grad_lse, *arguments, grad_entropy, mean)
     dlogits = backward_output(logits)
-    if logits.shape[-1] == 0:
-        return dlogits
-    if _library.kernel_for(logits.device.type, logits.dtype).available:
-        torch.ops.rl_logp._fused_logp_backward_out(
-            grad_logp,
-            grad_lse,
-            _checks.kernel_layout(logits),
-            *arguments[1:],
-            dlogits,
-            grad_entropy,
-            mean,
-        )
-    else:
-        chunked.backward(
-            grad_logp,
-            grad_lse,
-            *arguments,
-            dlogits,
-            sharded=sharded,
-            grad_entropy=grad_entropy,
-            mean=mean,
-        )
+    write_dlogits(grad_logp, grad_lse, arguments, sharded, dlogits, grad_entropy, mean)
     return dlogits
 
 

@@ -124,6 +124,7 @@ def fused_logp_entropy(
     *,
     temperature: Union[float, Tensor] = 1.0,
     require_kernel: bool = False,
+    inplace_backward: bool = False,
 ) -> tuple[Tensor, Tensor]:
     r"""As :func:`fused_logp`, with each row's entropy, from one pass over the logits.
 
@@ -132,7 +133,9 @@ def fused_logp_entropy(
     comes with that of ``logp``, in one pass.
 
     Args:
-        logits, target, temperature, require_kernel: as for ``fused_logp``.
+        logits, target, temperature, require_kernel, inplace_backward: as for ``fused_logp``. There
+            is one backward for both results: with ``inplace_backward``, differentiate a loss of
+            both, not one after the other.
 
     Returns:
         ``(logp, entropy)``, fp32, of target's shape. A row whose target is ignored has a ``logp``
@@ -164,11 +167,13 @@ def fused_logp_entropy(
         from rl_logp import _dtensor
 
         if _dtensor.is_vocab_sharded(logits):
+            if inplace_backward:
+                raise _dtensor.no_inplace_backward(logits)
             return _dtensor.score("fused_logp_entropy", logits, target, scale, with_entropy=True)
         target, scale = _dtensor.per_row(
             "fused_logp_entropy", logits, target=target, temperature=scale
         )
-    return torch.ops.rl_logp.fused_logp_entropy(logits, target, scale)
+    return torch.ops.rl_logp.fused_logp_entropy(logits, target, scale, inplace_backward)
 
 
 def fused_entropy(
@@ -176,13 +181,14 @@ def fused_entropy(
     *,
     temperature: Union[float, Tensor] = 1.0,
     require_kernel: bool = False,
+    inplace_backward: bool = False,
 ) -> Tensor:
     r"""The entropy of each row of ``softmax(logits / temperature)``, in nats, without a target.
 
     Args:
         logits: ``[..., V]``, as for :func:`fused_logp`.
         temperature: a number, or an fp32 tensor, 0-dim or of logits' leading shape.
-        require_kernel: as for ``fused_logp``.
+        require_kernel, inplace_backward: as for ``fused_logp``.
 
     Returns:
         ``entropy``, fp32, of logits' leading shape: what :func:`fused_logp_entropy`, which says
@@ -199,9 +205,11 @@ def fused_entropy(
         from rl_logp import _dtensor
 
         if _dtensor.is_vocab_sharded(logits):
+            if inplace_backward:
+                raise _dtensor.no_inplace_backward(logits)
             return _dtensor.score("fused_entropy", logits, None, scale, with_entropy=True)[1]
         (scale,) = _dtensor.per_row("fused_entropy", logits, temperature=scale)
-    return torch.ops.rl_logp.fused_entropy(logits, scale)
+    return torch.ops.rl_logp.fused_entropy(logits, scale, inplace_backward)
 
 
 def temperature_tensor(temperature: Union[float, Tensor], logits: Tensor):

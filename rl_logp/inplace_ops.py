@@ -1,4 +1,7 @@
-"""The operator that writes dlogits over the logits (schema: ops.py). It has no derivative."""
+"""The operator that writes dlogits over the logits (schema: ops.py). It has no derivative.
+
+It is of logp, and of the entropy where grad_entropy and mean are given.
+"""
 
 from typing import Optional
 
@@ -19,29 +22,30 @@ def _backward(
     vocab_start: int,
     vocab_size: int,
     sharded: bool = False,
+    grad_entropy: Optional[Tensor] = None,
+    mean: Optional[Tensor] = None,
 ) -> None:
     arguments = (logits, target, temperature, lse, vocab_start, vocab_size)
-    _checks.backward(grad_logp, grad_lse, *arguments)
+    _checks.backward(grad_logp, grad_lse, *arguments, grad_entropy, mean)
     _checks.writable(logits)
-    write_dlogits(grad_logp, grad_lse, arguments, sharded, logits)
+    write_dlogits(grad_logp, grad_lse, arguments, sharded, logits, grad_entropy, mean)
 
 
 def _backward_fake(grad_logp, grad_lse, *arguments) -> None:
-    _checks.backward(grad_logp, grad_lse, *arguments[:6])
+    _checks.backward(grad_logp, grad_lse, *arguments[:6], *arguments[7:])  # all but ``sharded``
 
 
-def _count_version(keyset, grad_logp: Optional[Tensor], grad_lse: Optional[Tensor], *arguments):
+def _count_version(keyset, *arguments):
     """What torch does for its own operators, and not for one of a Library; before the write."""
-    logits = arguments[0]
-    given = [tensor for tensor in (grad_logp, grad_lse, logits) if tensor is not None]
+    given = [tensor for tensor in arguments if isinstance(tensor, Tensor)]
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
         raise RuntimeError(
             "fused_logp: expected no tensor that requires grad where logits are overwritten, got"
             " one: this has no derivative"
         )
-    torch.autograd.graph.increment_version(logits)
+    torch.autograd.graph.increment_version(arguments[2])  # logits
     return torch.ops.rl_logp.fused_logp_backward_.default.redispatch(
-        keyset & torch._C._after_ADInplaceOrView_keyset, grad_logp, grad_lse, *arguments
+        keyset & torch._C._after_ADInplaceOrView_keyset, *arguments
     )
 
 

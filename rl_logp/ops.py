@@ -4,7 +4,7 @@
     fused_logp_with_lse   the same with return_lse=True: (logp, lse)
     fused_logp_forward    (logp, lse), with autograd; its backward is
     fused_logp_backward   dlogits from the saved lse; once differentiable
-    fused_logp_backward_  the same, written over the logits (inplace_ops.py)
+    fused_logp_backward_  the same, written over the logits, with an entropy too (inplace_ops.py)
 
     fused_logp_entropy, fused_entropy, fused_logp_entropy_forward, fused_logp_entropy_backward
                           the same with the entropy of the row beside logp (entropy_ops.py)
@@ -50,13 +50,15 @@ _lib.define(
     " bool sharded=False) -> Tensor"
 )
 _lib.define(
-    "fused_logp_entropy(Tensor logits, Tensor target, Tensor? temperature=None)"
-    " -> (Tensor logp, Tensor entropy)"
+    "fused_logp_entropy(Tensor logits, Tensor target, Tensor? temperature=None,"
+    " bool inplace_backward=False) -> (Tensor logp, Tensor entropy)"
 )
-_lib.define("fused_entropy(Tensor logits, Tensor? temperature=None) -> Tensor")
 _lib.define(
-    "fused_logp_entropy_forward(Tensor logits, Tensor target, Tensor? temperature)"
-    " -> (Tensor logp, Tensor entropy, Tensor lse, Tensor mean)"
+    "fused_entropy(Tensor logits, Tensor? temperature=None, bool inplace_backward=False) -> Tensor"
+)
+_lib.define(
+    "fused_logp_entropy_forward(Tensor logits, Tensor target, Tensor? temperature,"
+    " bool inplace_backward=False) -> (Tensor logp, Tensor entropy, Tensor lse, Tensor mean)"
 )
 _lib.define(
     "fused_logp_entropy_backward(Tensor? grad_logp, Tensor? grad_entropy, Tensor? grad_lse,"
@@ -66,7 +68,7 @@ _lib.define(
 _lib.define(
     "fused_logp_backward_(Tensor? grad_logp, Tensor? grad_lse, Tensor(a!) logits, Tensor target,"
     " Tensor? temperature, Tensor lse, SymInt vocab_start, SymInt vocab_size,"
-    " bool sharded=False) -> ()"
+    " bool sharded=False, Tensor? grad_entropy=None, Tensor? mean=None) -> ()"
 )
 _lib.define(
     "fused_logp_partial(Tensor logits, Tensor target, Tensor? temperature, bool all_rows,"
@@ -210,7 +212,9 @@ _lib.impl("fused_logp_forward", _forward, "CompositeExplicitAutograd")
 torch.library.register_fake("rl_logp::fused_logp_forward", _forward_fake, lib=_lib)
 
 
-def save_for_backward(ctx, inputs: tuple, of_rows: tuple, *shard) -> None:
+def save_for_backward(
+    ctx, inputs: tuple, of_rows: tuple, *shard, inplace_backward: bool = False
+) -> None:
     """What the gradient needs: ``of_rows`` are the outputs that it is computed from.
 
     ``shard``: vocab_start, vocab_size, and sharded where it is True.
@@ -224,6 +228,7 @@ def save_for_backward(ctx, inputs: tuple, of_rows: tuple, *shard) -> None:
     ctx.save_for_backward(logits, target, temperature, *of_rows)
     ctx.shard = shard
     ctx.set_materialize_grads(False)
+    _inplace.prepare(ctx, logits, inplace_backward)
 
 
 def grad_logp_of(logits: Tensor, grad_logp: Optional[Tensor], other: Tensor) -> Optional[Tensor]:
@@ -239,6 +244,8 @@ def grad_logp_of(logits: Tensor, grad_logp: Optional[Tensor], other: Tensor) -> 
 
 
 def dlogits_of(ctx, grad_logp: Optional[Tensor], grad_lse: Optional[Tensor]) -> Optional[Tensor]:
+    if _inplace.overwrites(ctx):
+        return _inplace.overwrite(ctx, grad_logp, grad_lse)
     if grad_lse is not None:
         grad_logp = grad_logp_of(ctx.saved_tensors[0], grad_logp, grad_lse)
     if grad_logp is None and grad_lse is None:
@@ -249,16 +256,12 @@ def dlogits_of(ctx, grad_logp: Optional[Tensor], grad_lse: Optional[Tensor]) -> 
 
 
 def _save_for_backward(ctx, inputs, output) -> None:
-    logits, inplace_backward = inputs[0], inputs[4]
-    save_for_backward(ctx, inputs, output[1:], 0, logits.shape[-1])
-    _inplace.prepare(ctx, logits, inplace_backward)
+    columns = inputs[0].shape[-1]
+    save_for_backward(ctx, inputs, output[1:], 0, columns, inplace_backward=inputs[4])
 
 
 def _forward_autograd(ctx, grad_logp: Optional[Tensor], grad_lse: Optional[Tensor]):
-    # Compiled autograd traces what ran uncompiled.
-    overwrites = ctx.overwrites and not torch.compiler.is_compiling()
-    dlogits = (_inplace.overwrite if overwrites else dlogits_of)(ctx, grad_logp, grad_lse)
-    return dlogits, None, None, None, None
+    return dlogits_of(ctx, grad_logp, grad_lse), None, None, None, None
 
 
 torch.library.register_autograd(
@@ -291,6 +294,8 @@ def write_dlogits(
     arguments: tuple[Tensor, Tensor, Optional[Tensor], Tensor, int, int],
     sharded: bool,
     dlogits: Tensor,
+    grad_entropy: Optional[Tensor] = None,
+    mean: Optional[Tensor] = None,
 ) -> None:
     """``arguments``: logits, which dlogits may be, target, temperature, lse and the shard."""
     logits = arguments[0]
@@ -298,10 +303,24 @@ def write_dlogits(
         return
     if _library.kernel_for(logits.device.type, logits.dtype).available:
         torch.ops.rl_logp._fused_logp_backward_out(
-            grad_logp, grad_lse, _checks.kernel_layout(logits), *arguments[1:], dlogits
+            grad_logp,
+            grad_lse,
+            _checks.kernel_layout(logits),
+            *arguments[1:],
+            dlogits,
+            grad_entropy,
+            mean,
         )
     else:
-        chunked.backward(grad_logp, grad_lse, *arguments, dlogits, sharded=sharded)
+        chunked.backward(
+            grad_logp,
+            grad_lse,
+            *arguments,
+            dlogits,
+            sharded=sharded,
+            grad_entropy=grad_entropy,
+            mean=mean,
+        )
 
 
 def backward_output(logits: Tensor) -> Tensor:

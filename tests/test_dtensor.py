@@ -6,6 +6,7 @@ looked at. Processes that really are several are in compile_tests/test_vocab_par
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -210,29 +211,44 @@ def placed(mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[Any, Any]
     return logits.requires_grad_() * 1.5, distribute_tensor(TARGET, mesh, rows)
 
 
-def inplace(logits: Any, target: Any) -> Any:
+def logp_and_lse(logits: Any, target: Any, inplace_backward: bool = False) -> Any:
     return rl_logp.fused_logp(
-        logits, target, temperature=0.7, return_lse=True, inplace_backward=True
+        logits, target, temperature=0.7, return_lse=True, inplace_backward=inplace_backward
     )
 
 
+def logp_and_entropy(logits: Any, target: Any, inplace_backward: bool = False) -> Any:
+    return rl_logp.fused_logp_entropy(
+        logits, target, temperature=0.7, inplace_backward=inplace_backward
+    )
+
+
+def entropy(logits: Any, target: Any, inplace_backward: bool = False) -> Any:
+    return (rl_logp.fused_entropy(logits, temperature=0.7, inplace_backward=inplace_backward),)
+
+
+inplace = partial(logp_and_lse, inplace_backward=True)
+every_score = pytest.mark.parametrize("score", [logp_and_lse, logp_and_entropy, entropy])
+
+
 @pytest.mark.parametrize("placements", ROWS, ids=str)
+@every_score
 def test_the_gradient_is_written_over_each_process_part(
-    mesh: DeviceMesh, placements: tuple[Placement, ...]
+    mesh: DeviceMesh, placements: tuple[Placement, ...], score: Callable
 ) -> None:
     logits, target = placed(mesh, placements)
     version = logits._version
     with torch.no_grad():
         local = logits.to_local()
     expected = local.clone().requires_grad_()
-    outputs = inplace(logits, target)
+    outputs = score(logits, target, inplace_backward=True)
     with CommDebugMode() as communication:
         (dlogits,) = torch.autograd.grad(outputs, logits, [torch.ones_like(o) for o in outputs])
     assert communication.get_total_counts() == 0
     assert dlogits.placements == placements
     assert dlogits.to_local().data_ptr() == local.data_ptr()
     assert logits._version > version
-    outputs = rl_logp.fused_logp(expected, target.to_local(), temperature=0.7, return_lse=True)
+    outputs = score(expected, target.to_local())
     (expected,) = torch.autograd.grad(outputs, expected, [torch.ones_like(o) for o in outputs])
     assert_bitwise_equal(local, expected, "this process's part")
 
@@ -250,12 +266,13 @@ def test_rows_that_are_sharded_for_the_op_alone(mesh: DeviceMesh) -> None:
     "other", [lambda logits: logits.to_local().sin().sum(), lambda logits: logits.sin().sum()]
 )
 @pytest.mark.parametrize("called", ["before", "after"])
+@every_score
 def test_what_has_saved_the_dtensor_or_its_local_tensor_raises(
-    mesh: DeviceMesh, other: Callable, called: str
+    mesh: DeviceMesh, other: Callable, called: str, score: Callable
 ) -> None:
     logits, target = placed(mesh, [Shard(0), Replicate()])
     first = other(logits) if called == "before" else None
-    logp = inplace(logits, target)[0].sum()
+    logp = score(logits, target, inplace_backward=True)[0].sum()
     saved = other(logits) if first is None else first
     logp.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match=r"modified (by an )?inplace"):
@@ -300,8 +317,9 @@ def test_what_is_computed_from_a_local_tensor_is_not(mesh: DeviceMesh) -> None:
     ],
     ids=["vocabulary", "sums"],
 )
+@every_score
 def test_dtensors_without_a_gradient_in_place(
-    mesh: DeviceMesh, placements: tuple[Placement, ...], message: str
+    mesh: DeviceMesh, placements: tuple[Placement, ...], message: str, score: Callable
 ) -> None:
     logits: Any = DTensor.from_local(LOGITS, mesh, placements, run_check=False).requires_grad_()
     target = distribute_tensor(TARGET, mesh, [Replicate(), Replicate()])
@@ -311,4 +329,4 @@ def test_dtensors_without_a_gradient_in_place(
             f"fused_logp: expected {message} where inplace_backward=True, got {placements}"
         ),
     ):
-        inplace(logits * 2, target)
+        score(logits * 2, target, inplace_backward=True)

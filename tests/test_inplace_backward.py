@@ -3,20 +3,37 @@ own; logits that cannot give theirs are refused."""
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from calls import DTYPES, LAYOUTS, Sample, kernel_serves, no_host_sync, relaid, sample
-from cuda_calls import varied_rows
+from cuda_calls import grad_entropy_of, varied_rows
 from test_c10_inputs import whole_storage
 from torch import Tensor
 
 import rl_logp
 from rl_logp import chunked
+from rl_logp.functional import temperature_tensor
 from rl_logp.testing import assert_bitwise_equal
 
+OPS = torch.ops.rl_logp
 WRITABLE = ["contiguous", *(layout for layout in LAYOUTS if layout != "columns not adjacent")]
+
+# Whoever takes the option. With an entropy there is one backward for all results.
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "fused_logp": rl_logp.fused_logp,
+    "with lse": partial(rl_logp.fused_logp, return_lse=True),
+    "fused_logp_entropy": rl_logp.fused_logp_entropy,
+    "fused_entropy": lambda logits, _, **options: rl_logp.fused_entropy(logits, **options),
+}
+every_function = pytest.mark.parametrize("score", FUNCTIONS.values(), ids=FUNCTIONS)
+
+
+def total(outputs: Any) -> Tensor:
+    """Of all results."""
+    return outputs[0].sum() + outputs[1].sum() if isinstance(outputs, tuple) else outputs.sum()
 
 
 def raises(error: type[Exception], message: str):
@@ -29,28 +46,49 @@ def computed(logits: Tensor, layout: str = "contiguous") -> Tensor:
     return leaf.clone() if layout == "contiguous" else relaid(leaf, layout)
 
 
-def gradient(logits: Tensor, case: Sample, form: str, upstream: str, inplace: bool) -> Tensor:
+def everything(logits: Tensor, target: Tensor, temperature: Any, inplace_backward: bool) -> tuple:
+    scale = temperature_tensor(temperature, logits)
+    return OPS.fused_logp_entropy_forward(logits, target, scale, inplace_backward)
+
+
+# What is called, and its results, but for those that have no upstream gradient.
+WAYS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+    "logp": (FUNCTIONS["with lse"], ("logp", "")),
+    "lse": (FUNCTIONS["with lse"], ("", "lse")),
+    "logp and lse": (FUNCTIONS["with lse"], ("logp", "lse")),
+    "logp, beside an entropy": (FUNCTIONS["fused_logp_entropy"], ("logp", "")),
+    "an entropy beside logp": (FUNCTIONS["fused_logp_entropy"], ("", "entropy")),
+    "logp and entropy": (FUNCTIONS["fused_logp_entropy"], ("logp", "entropy")),
+    "entropy": (FUNCTIONS["fused_entropy"], ("entropy",)),
+    "logp, entropy and lse": (everything, ("logp", "entropy", "lse")),
+}
+every_way = pytest.mark.parametrize("way", WAYS)
+with_and_without_entropy = pytest.mark.parametrize("way", ["logp and lse", "logp, entropy and lse"])
+
+
+def gradient(logits: Tensor, case: Sample, form: str, way: str, inplace: bool) -> Tensor:
     temperature: Any = {"none": 1.0, "number": 0.7, "per row": case.temperature}[form]
+    upstream = {
+        "logp": case.grad_logp,
+        "entropy": grad_entropy_of(case).to(case.grad_logp.dtype),
+        "lse": case.grad_lse,
+    }
+    score, names = WAYS[way]
     with no_host_sync(logits.device):
-        outputs = rl_logp.fused_logp(
-            logits,
-            case.target,
-            temperature=temperature,
-            return_lse=True,
-            inplace_backward=inplace,
-        )
-        chosen = [i for i, name in enumerate(("logp", "lse")) if upstream in (name, "both")]
-        grads = [case[3:][i] for i in chosen]
+        outputs = score(logits, case.target, temperature=temperature, inplace_backward=inplace)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        chosen = [i for i, name in enumerate(names) if name]
+        grads = [upstream[names[i]] for i in chosen]
         (dlogits,) = torch.autograd.grad([outputs[i] for i in chosen], logits, grads)
     return dlogits
 
 
-def assert_same(case: Sample, layout: str, form: str, upstream: str) -> None:
+def assert_same(case: Sample, layout: str, form: str, way: str) -> None:
     """Written over the logits, it has the bits of a new gradient, and nothing else is written."""
-    expected = gradient(computed(case.logits, layout), case, form, upstream, False)
+    expected = gradient(computed(case.logits, layout), case, form, way, False)
     logits = computed(case.logits, layout)
     around = whole_storage(logits).clone()
-    dlogits = gradient(logits, case, form, upstream, True)
+    dlogits = gradient(logits, case, form, way, True)
     # Which NaN torch makes depends on where the tensor lies; the kernels make one.
     any_nan = not kernel_serves(logits.device.type, logits.dtype)
     assert (dlogits.data_ptr(), dlogits.stride()) == (logits.data_ptr(), logits.stride())
@@ -64,29 +102,33 @@ def assert_same(case: Sample, layout: str, form: str, upstream: str) -> None:
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
 @pytest.mark.parametrize("layout", WRITABLE)
 @pytest.mark.parametrize("form", ["none", "number", "per row"])
-@pytest.mark.parametrize("upstream", ["logp", "lse", "both"])
+@every_way
 def test_it_has_the_bits_of_a_new_gradient(
-    device: str, dtype: torch.dtype, layout: str, form: str, upstream: str
+    device: str, dtype: torch.dtype, layout: str, form: str, way: str
 ) -> None:
-    assert_same(sample((3, 5, 77), dtype, device), layout, form, upstream)
+    assert_same(sample((3, 5, 77), dtype, device), layout, form, way)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("vocab_size", [1, 2, 15, 16, 17, 513, 8200])
 @pytest.mark.parametrize("form", ["none", "per row"])
+@with_and_without_entropy
 def test_so_it_has_in_rows_of_every_kind(
-    device: str, dtype: torch.dtype, vocab_size: int, form: str
+    device: str, dtype: torch.dtype, vocab_size: int, form: str, way: str
 ) -> None:
     case = varied_rows(vocab_size, dtype, device)
     case.logits[9, 0] = torch.nan
     case.logits[17] = -torch.inf
     for layout in ("contiguous", "inner columns"):
-        assert_same(case, layout, form, "both")
+        assert_same(case, layout, form, way)
 
 
 @pytest.mark.parametrize("scale", [1, 2000], ids=["fast arithmetic", "slow arithmetic"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_so_it_has_wherever_the_target_is(device: str, dtype: torch.dtype, scale: int) -> None:
+@pytest.mark.parametrize("way", ["logp", "logp and entropy"])
+def test_so_it_has_wherever_the_target_is(
+    device: str, dtype: torch.dtype, scale: int, way: str
+) -> None:
     """The target's logit is needed after its column was written: each column in turn."""
     columns = 200
     case = sample((columns, columns), dtype, device)
@@ -96,29 +138,33 @@ def test_so_it_has_wherever_the_target_is(device: str, dtype: torch.dtype, scale
         target=torch.arange(columns, device=device),
         grad_logp=torch.ones_like(case.grad_logp),
     )
-    assert_same(case, "shifted rows" if scale == 1 else "contiguous", "none", "logp")
+    assert_same(case, "shifted rows" if scale == 1 else "contiguous", "none", way)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3])
-def test_so_it_has_where_threads_share_a_row(device: str, rows: int) -> None:
+@with_and_without_entropy
+def test_so_it_has_where_threads_share_a_row(device: str, rows: int, way: str) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        assert_same(sample((rows, 200_003), torch.float32, device), "contiguous", "none", "both")
+        assert_same(sample((rows, 200_003), torch.float32, device), "contiguous", "none", way)
     finally:
         torch.set_num_threads(threads)
 
 
-def test_so_it_has_in_chunks(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@with_and_without_entropy
+def test_so_it_has_in_chunks(device: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunked, "WORKSPACE_ELEMENTS", 2 * 3 * (33 + chunked.ROW_ELEMENTS))
     assert chunked.default_chunk_rows(33, torch.float32) == 3
+    assert chunked.default_chunk_rows(33, torch.float32, with_entropy=True) == 2
     for dtype in (torch.float32, torch.float64):
-        assert_same(sample((4, 5, 33), dtype, device), "padded columns", "per row", "both")
+        assert_same(sample((4, 5, 33), dtype, device), "padded columns", "per row", way)
 
 
 @pytest.mark.parametrize("shape", [(0, 7), (2, 0, 7), (7,), (1, 1), (1, 4, 1)], ids=str)
-def test_so_it_has_in_other_shapes(device: str, shape: tuple[int, ...]) -> None:
-    assert_same(sample(shape, torch.bfloat16, device), "contiguous", "per row", "both")
+@with_and_without_entropy
+def test_so_it_has_in_other_shapes(device: str, shape: tuple[int, ...], way: str) -> None:
+    assert_same(sample(shape, torch.bfloat16, device), "contiguous", "per row", way)
 
 
 # --- options --------------------------------------------------------------------------------------
@@ -126,7 +172,8 @@ def test_it_is_off_by_default(device: str) -> None:
     case = sample((6, 33), device=device)
     logits = computed(case.logits)
     version = logits._version
-    rl_logp.fused_logp(logits, case.target).sum().backward()
+    for score in FUNCTIONS.values():
+        total(score(logits, case.target)).backward()
     rl_logp.FusedLogp()(logits, case.target).sum().backward()
     assert_bitwise_equal(logits.detach(), case.logits, "logits")
     assert logits._version == version
@@ -141,21 +188,24 @@ def test_the_module_takes_it(device: str) -> None:
     assert repr(module) == "FusedLogp(temperature=0.5, return_lse=True, inplace_backward=True)"
 
 
-def test_vmap(device: str) -> None:
+@every_function
+def test_vmap(device: str, score: Callable[..., Any]) -> None:
     case = sample((4, 3, 33), device=device)
 
-    def logp(logits: Tensor, target: Tensor, temperature: Tensor) -> Tensor:
-        return rl_logp.fused_logp(logits, target, temperature=temperature, inplace_backward=True)
+    def of_sample(logits: Tensor, target: Tensor, temperature: Tensor) -> Any:
+        return score(logits, target, temperature=temperature, inplace_backward=True)
 
+    leaf = case.logits.clone().requires_grad_()
+    outputs = score(leaf, case.target, temperature=case.temperature)
+    (expected,) = torch.autograd.grad(total(outputs), leaf)
     for dim in (0, 1):
         logits = computed(case.logits.movedim(0, dim).contiguous())
-        out = torch.vmap(logp, in_dims=(dim, 0, 0))(logits, *case[1:3])
-        (dlogits,) = torch.autograd.grad(out, logits, case.grad_logp)
-        expected = gradient(computed(case.logits), case, "per row", "logp", False)
+        outputs = torch.vmap(of_sample, in_dims=(dim, 0, 0))(logits, *case[1:3])
+        (dlogits,) = torch.autograd.grad(total(outputs), logits)
         assert_bitwise_equal(dlogits, expected.movedim(0, dim), "dlogits")
         assert dlogits.data_ptr() == logits.data_ptr()
     with pytest.raises(ValueError, match="elements do not share memory"):
-        torch.vmap(logp, in_dims=(None, 0, 0))(computed(case.logits[0]), *case[1:3])
+        torch.vmap(of_sample, in_dims=(None, 0, 0))(computed(case.logits[0]), *case[1:3])
 
 
 # --- what is refused ------------------------------------------------------------------------------
@@ -165,7 +215,7 @@ LEAF = (
 )
 
 
-@pytest.mark.parametrize("return_lse", [False, True], ids=["logp", "logp and lse"])
+@every_function
 @pytest.mark.parametrize(
     "view",
     [
@@ -176,24 +226,25 @@ LEAF = (
         pytest.param(lambda x: x.detach().requires_grad_(), id="detached"),
     ],
 )
-def test_a_leaf(device: str, view: Callable[[Tensor], Tensor], return_lse: bool) -> None:
+def test_a_leaf(device: str, view: Callable[[Tensor], Tensor], score: Callable[..., Any]) -> None:
     leaf = torch.randn(3, 7, device=device, requires_grad=True)
     target = torch.tensor([0, 1, 2], device=device)
     with raises(ValueError, LEAF):
-        rl_logp.fused_logp(view(leaf), target, return_lse=return_lse, inplace_backward=True)
+        score(view(leaf), target, inplace_backward=True)
     with torch.no_grad():  # without a backward nothing is overwritten
-        rl_logp.fused_logp(view(leaf), target, return_lse=return_lse, inplace_backward=True)
+        score(view(leaf), target, inplace_backward=True)
 
 
-def test_logits_that_do_not_require_grad(device: str) -> None:
+@every_function
+def test_logits_that_do_not_require_grad(device: str, score: Callable[..., Any]) -> None:
     case = sample((3, 7), torch.bfloat16, device)
-    expected = rl_logp.fused_logp(*case[:2])
+    expected = score(*case[:2])
     for logits in (case.logits, case.logits[:1].expand(3, -1).contiguous().t().contiguous().t()):
-        rl_logp.fused_logp(logits, case.target, inplace_backward=True)
-    actual = rl_logp.fused_logp(*case[:2], inplace_backward=True)
-    assert_bitwise_equal(actual, expected, "logp")
+        score(logits, case.target, inplace_backward=True)
+    actual = score(*case[:2], inplace_backward=True)
+    assert_bitwise_equal(total(actual), total(expected), "the results")
     with torch.inference_mode():
-        rl_logp.fused_logp(case.logits.clone(), case.target, inplace_backward=True)
+        score(case.logits.clone(), case.target, inplace_backward=True)
 
 
 @pytest.mark.parametrize(
@@ -210,8 +261,9 @@ def test_logits_that_do_not_require_grad(device: str) -> None:
         ),
     ],
 )
+@every_function
 def test_elements_that_share_memory(
-    device: str, relay: Callable[[Tensor], Tensor], form: str
+    device: str, relay: Callable[[Tensor], Tensor], form: str, score: Callable[..., Any]
 ) -> None:
     logits = relay(torch.randn(5, 7, device=device, requires_grad=True) * 2)
     target = torch.zeros(logits.shape[:-1], dtype=torch.long, device=device)
@@ -220,10 +272,11 @@ def test_elements_that_share_memory(
         "fused_logp: expected logits whose elements do not share memory where"
         f" inplace_backward=True, got {form}",
     ):
-        rl_logp.fused_logp(logits, target, inplace_backward=True)
+        score(logits, target, inplace_backward=True)
 
 
-def test_columns_that_are_not_adjacent(device: str) -> None:
+@every_function
+def test_columns_that_are_not_adjacent(device: str, score: Callable[..., Any]) -> None:
     logits = (torch.randn(7, 3, device=device, requires_grad=True) * 2).t()
     target = torch.zeros(3, dtype=torch.long, device=device)
     with raises(
@@ -231,17 +284,18 @@ def test_columns_that_are_not_adjacent(device: str) -> None:
         "fused_logp: expected logits whose last dimension has stride 1 where inplace_backward=True,"
         " got strides (1, 3)",
     ):
-        rl_logp.fused_logp(logits, target, inplace_backward=True)
+        score(logits, target, inplace_backward=True)
     narrow = logits[:, :1]  # one column is next to none
-    (expected,) = torch.autograd.grad(rl_logp.fused_logp(narrow, target).sum(), narrow)
-    rl_logp.fused_logp(narrow, target, inplace_backward=True).sum().backward()
+    (expected,) = torch.autograd.grad(total(score(narrow, target)), narrow)
+    total(score(narrow, target, inplace_backward=True)).backward()
     assert_bitwise_equal(narrow.detach(), expected, "the gradient of one column")
 
 
-def test_a_kernel_can_be_required_as_ever(device: str) -> None:
+@every_function
+def test_a_kernel_can_be_required_as_ever(device: str, score: Callable[..., Any]) -> None:
     logits = computed(torch.randn(3, 7, device=device, dtype=torch.float64))
     with pytest.raises(RuntimeError, match="expected a compiled kernel"):
-        rl_logp.fused_logp(
+        score(
             logits,
             torch.zeros(3, dtype=torch.long, device=device),
             require_kernel=True,
@@ -249,21 +303,42 @@ def test_a_kernel_can_be_required_as_ever(device: str) -> None:
         )
 
 
-def test_the_operator_refuses_what_requires_grad(device: str) -> None:
+@pytest.mark.parametrize("with_entropy", [False, True], ids=["logp", "logp and entropy"])
+def test_the_operator_refuses_what_requires_grad(device: str, with_entropy: bool) -> None:
     case = sample((6, 33), device=device)
     logits = computed(case.logits)
-    lse = case.logits.double().logsumexp(-1)
-    arguments = (case.grad_logp, None, logits, case.target, None, lse, 0, 33)
+    *_, lse, mean = OPS.fused_logp_entropy_forward(case.logits, case.target, None)
+    entropies = (False, grad_entropy_of(case), mean) if with_entropy else ()
+    arguments = (case.grad_logp, None, logits, case.target, None, lse, 0, 33, *entropies)
     with raises(
         RuntimeError,
         "fused_logp: expected no tensor that requires grad where logits are overwritten, got one:"
         " this has no derivative",
     ):
-        torch.ops.rl_logp.fused_logp_backward_(*arguments)
+        OPS.fused_logp_backward_(*arguments)
     version = logits._version
     with torch.no_grad():
-        torch.ops.rl_logp.fused_logp_backward_(*arguments)
+        OPS.fused_logp_backward_(*arguments)
         assert logits._version > version
         shared = logits[:1].expand(6, -1)
         with pytest.raises(ValueError, match="elements do not share memory"):
-            torch.ops.rl_logp.fused_logp_backward_(*arguments[:2], shared, *arguments[3:])
+            OPS.fused_logp_backward_(*arguments[:2], shared, *arguments[3:])
+
+
+@pytest.mark.parametrize("index", [0, 1, 2, 5, 9, 10])
+def test_whichever_it_is(device: str, index: int) -> None:
+    case = sample((6, 33), device=device)
+    *_, lse, mean = OPS.fused_logp_entropy_forward(*case[:2], None)
+    row = (case.logits, case.target, None, lse, 0, 33, False)
+    arguments: list[Any] = [case.grad_logp, case.grad_lse, *row, grad_entropy_of(case), mean]
+    arguments[index] = arguments[index].clone().requires_grad_()
+    with pytest.raises(RuntimeError, match="expected no tensor that requires grad"):
+        OPS.fused_logp_backward_(*arguments)
+
+
+def test_the_operator_refuses_an_entropys_gradient_without_its_mean(device: str) -> None:
+    case = sample((6, 33), device=device)
+    lse = case.logits.double().logsumexp(-1)
+    arguments = (*case[3:], *case[:2], None, lse, 0, 33, False, grad_entropy_of(case))
+    with raises(ValueError, "fused_logp: expected mean beside grad_entropy, got None"):
+        OPS.fused_logp_backward_(*arguments)

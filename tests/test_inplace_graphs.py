@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from calls import sample
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
@@ -24,18 +23,19 @@ SECOND = (
 Score = Callable[[Tensor, Tensor], Tensor]
 
 
-def logp_sum(logits: Tensor, target: Tensor) -> Tensor:
-    return rl_logp.fused_logp(logits, target, inplace_backward=True).sum()
-
-
-def new_logp_sum(logits: Tensor, target: Tensor) -> Tensor:
-    return rl_logp.fused_logp(logits, target).sum()
+def logp_and_bonus(logits: Tensor, target: Tensor, **options: bool) -> Tensor:
+    logp, entropy = rl_logp.fused_logp_entropy(logits, target, **options)
+    return logp + 0.5 * entropy
 
 
 class Head:
-    """Hidden states, a weight and targets: what logits are computed from, and what is trained."""
+    """Hidden states, a weight and targets: what logits are computed from, and what is trained.
 
-    def __init__(self, device: str) -> None:
+    ``of_rows`` is the operator: from logits and targets to what each row adds to the loss.
+    """
+
+    def __init__(self, device: str, of_rows: Callable[..., Tensor]) -> None:
+        self.of_rows = of_rows
         generator = torch.Generator().manual_seed(0)
         self.hidden = torch.randn(6, 4, generator=generator).to(device).requires_grad_()
         self.weight = torch.randn(4, 33, generator=generator).to(device).requires_grad_()
@@ -43,6 +43,15 @@ class Head:
 
     def logits(self) -> Tensor:
         return self.hidden @ self.weight
+
+    def in_place(self, logits: Tensor, target: Tensor) -> Tensor:
+        return self.of_rows(logits, target, inplace_backward=True)
+
+    def inplace_sum(self, logits: Tensor, target: Tensor) -> Tensor:
+        return self.in_place(logits, target).sum()
+
+    def new_sum(self, logits: Tensor, target: Tensor) -> Tensor:
+        return self.of_rows(logits, target).sum()
 
     def gradients(self, loss: Callable[[Score], Tensor], score: Score) -> tuple[Tensor, ...]:
         self.hidden.grad = self.weight.grad = None
@@ -53,19 +62,21 @@ class Head:
 
     def assert_right(self, loss: Callable[[Score], Tensor]) -> None:
         """Parameters have the bits of the gradients that they have out of place."""
-        expected = self.gradients(loss, new_logp_sum)
-        for a, e in zip(self.gradients(loss, logp_sum), expected, strict=True):
+        expected = self.gradients(loss, self.new_sum)
+        for a, e in zip(self.gradients(loss, self.inplace_sum), expected, strict=True):
             assert_bitwise_equal(a, e, "a parameter's gradient")
 
     def assert_raises(self, loss: Callable[[Score], Tensor], message: str = OVERWRITTEN) -> None:
-        self.gradients(loss, new_logp_sum)
+        self.gradients(loss, self.new_sum)
         with pytest.raises(RuntimeError, match=re.escape(message)):
-            self.gradients(loss, logp_sum)
+            self.gradients(loss, self.inplace_sum)
 
 
-@pytest.fixture
-def head(device: str) -> Head:
-    return Head(device)
+@pytest.fixture(
+    params=[rl_logp.fused_logp, logp_and_bonus], ids=["fused_logp", "fused_logp_entropy"]
+)
+def head(device: str, request: pytest.FixtureRequest) -> Head:
+    return Head(device, request.param)
 
 
 def test_what_lies_before_gets_the_gradient_it_had(head: Head) -> None:
@@ -83,6 +94,7 @@ SAVES_ITS_INPUT: dict[str, Callable[[Tensor], Tensor]] = {
     "checkpoint": lambda x: checkpoint(torch.sin, x, use_reentrant=False),
     "reentrant checkpoint": lambda x: checkpoint(torch.sin, x, use_reentrant=True),
     "another call": lambda x: rl_logp.fused_logp(x, torch.zeros_like(x[:, 0]).long()),
+    "an entropy": rl_logp.fused_entropy,
 }
 
 
@@ -110,7 +122,7 @@ def test_so_it_does_in_a_backward_of_its_own(head: Head, name: str, saved: str) 
     def losses() -> tuple[Tensor, Tensor]:
         logits = head.logits()
         other = SAVES_ITS_INPUT[name](logits).sum() if saved == "before" else None
-        logp = logp_sum(logits, head.target)
+        logp = head.inplace_sum(logits, head.target)
         return logp, SAVES_ITS_INPUT[name](logits).sum() if other is None else other
 
     logp, other = losses()
@@ -122,7 +134,7 @@ def test_so_it_does_in_a_backward_of_its_own(head: Head, name: str, saved: str) 
     head.hidden.grad = head.weight.grad = None
     logp.backward()  # and the other way round, the logits are what they were
     expected = head.hidden.grad, head.weight.grad
-    actual = head.gradients(lambda score: score(head.logits(), head.target), new_logp_sum)
+    actual = head.gradients(lambda score: score(head.logits(), head.target), head.new_sum)
     for a, e in zip(actual, expected, strict=True):
         assert e is not None
         assert_bitwise_equal(a, e, "a parameter's gradient")
@@ -185,7 +197,7 @@ class NoGradient(torch.autograd.Function):
 def test_without_an_upstream_gradient_nothing_is_overwritten(head: Head) -> None:
     logits = head.logits()
     before = logits.detach().clone()
-    logp = rl_logp.fused_logp(logits, head.target, inplace_backward=True)
+    logp = head.in_place(logits, head.target)
     without = NoGradient.apply(logp)
     without.sum().backward(retain_graph=True)
     assert_bitwise_equal(logits.detach(), before, "logits")
@@ -193,19 +205,39 @@ def test_without_an_upstream_gradient_nothing_is_overwritten(head: Head) -> None
 
 
 def test_a_second_backward(head: Head) -> None:
-    logp = rl_logp.fused_logp(head.logits(), head.target, inplace_backward=True)
+    logp = head.in_place(head.logits(), head.target)
     logp[0].backward(retain_graph=True)
     for _ in range(2):
         with pytest.raises(RuntimeError, match=f"^{re.escape(SECOND)}$"):
             logp[1].backward(retain_graph=True)
-    loss = logp_sum(head.logits(), head.target)
+    loss = head.inplace_sum(head.logits(), head.target)
     loss.backward()
     with pytest.raises(RuntimeError, match="second"):
         loss.backward()
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["logp first", "entropy first"])
+def test_a_backward_each_for_logp_and_entropy(device: str, order: tuple[int, int]) -> None:
+    """They have one gradient: it is in the logits once, whole."""
+    head = Head(device, logp_and_bonus)
+    outputs = rl_logp.fused_logp_entropy(head.logits(), head.target, inplace_backward=True)
+    first, second = (outputs[index].sum() for index in order)
+    first.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match=f"^{re.escape(SECOND)}$"):
+        second.backward()
+
+
+@pytest.mark.parametrize("index", [0, 1], ids=["logp", "entropy"])
+def test_one_of_logp_and_entropy_alone(device: str, index: int) -> None:
+    def only(logits: Tensor, target: Tensor, **options: bool) -> Tensor:
+        return rl_logp.fused_logp_entropy(logits, target, **options)[index]
+
+    head = Head(device, only)
+    head.assert_right(lambda score: score(head.logits(), head.target))
+
+
 def test_a_graph_of_the_gradient(head: Head) -> None:
-    loss = logp_sum(head.logits(), head.target)
+    loss = head.inplace_sum(head.logits(), head.target)
     message = "expected a backward without create_graph=True where inplace_backward=True, got one"
     with pytest.raises(RuntimeError, match=f"^fused_logp: {message} with it$"):
         torch.autograd.grad(loss, head.hidden, create_graph=True)
@@ -213,7 +245,7 @@ def test_a_graph_of_the_gradient(head: Head) -> None:
 
 def test_batched_upstream_gradients(head: Head) -> None:
     logits = head.logits()
-    logp = rl_logp.fused_logp(logits, head.target, inplace_backward=True)
+    logp = head.in_place(logits, head.target)
     # Of torch, on a CPU and on a GPU.
     message = "Batching rule not implemented|invalid gradient at index 0"
     with pytest.raises(RuntimeError, match=message):
@@ -245,31 +277,30 @@ def test_the_gradient_that_a_hook_keeps(head: Head) -> None:
     logits = head.logits()
     kept: list[Tensor] = []
     logits.register_hook(kept.append)
-    (logp_sum(logits, head.target) + (2 * logits).sum()).backward()
+    (head.inplace_sum(logits, head.target) + (2 * logits).sum()).backward()
     (expected,) = kept
     again = head.logits()
-    (new,) = torch.autograd.grad(new_logp_sum(again, head.target) + (2 * again).sum(), again)
+    (new,) = torch.autograd.grad(head.new_sum(again, head.target) + (2 * again).sum(), again)
     assert_bitwise_equal(expected, new, "the sum of both gradients")
     logits = head.logits()
     logits.register_hook(lambda grad: 2 * grad)
     logits.retain_grad()
-    logp_sum(logits, head.target).backward()
+    head.inplace_sum(logits, head.target).backward()
     assert logits.grad is not None
     assert_bitwise_equal(logits.grad, 2 * logits.detach(), "the gradient that is retained")
     assert logits.grad.data_ptr() != logits.data_ptr()
 
 
-def test_a_leaf_that_takes_over_the_gradient(device: str) -> None:
+def test_a_leaf_that_takes_over_the_gradient(head: Head) -> None:
     """clone() hands its gradient through, and .grad keeps the tensor that comes."""
-    case = sample((5, 33), device=device)
-    leaf = case.logits.requires_grad_()
+    leaf = head.logits().detach().requires_grad_()
     before = leaf.detach().clone()
     logits = leaf.clone()
     for _ in range(2):
-        logp_sum(logits, case.target).backward()
+        head.inplace_sum(logits, head.target).backward()
         logits = leaf.clone()
     assert leaf.grad is not None
-    expected = torch.autograd.grad(new_logp_sum(leaf, case.target), leaf)[0]
+    expected = torch.autograd.grad(head.new_sum(leaf, head.target), leaf)[0]
     assert_bitwise_equal(leaf.grad, 2 * expected, "two gradients")
     assert_bitwise_equal(leaf.detach(), before, "the leaf")
 
@@ -299,7 +330,7 @@ def test_hooks_that_offload(head: Head) -> None:
     with save_on_cpu():
         logits = head.logits()
         before = logits.detach().clone()
-        logp = logp_sum(logits, head.target)
+        logp = head.inplace_sum(logits, head.target)
     for _ in range(2):  # nothing is overwritten, so a graph may be retained
         logp.backward(retain_graph=True)
     assert_bitwise_equal(logits.detach(), before, "logits")

@@ -184,7 +184,7 @@ def divisor(case: Sample, form: str) -> Tensor | None:
 
 
 @forms
-@pytest.mark.parametrize("upstream", ["logp", "lse", "both"])
+@pytest.mark.parametrize("upstream", ["logp", "lse", "both", "entropy", "entropy, both"])
 def test_fused_logp_backward_in_place(
     device: str,
     dtype: torch.dtype,
@@ -193,7 +193,12 @@ def test_fused_logp_backward_in_place(
     requires_grad: bool,
     upstream: str,
 ) -> None:
-    args = backward_arguments(arguments(dtype, rows, strided, requires_grad, device), upstream)
+    case = arguments(dtype, rows, strided, requires_grad, device)
+    entropy, _, others = upstream.partition(", ")
+    args = backward_arguments(case, others or upstream)
+    if entropy == "entropy":
+        *_, mean = ops.fused_logp_entropy_forward(case.logits.detach(), *args[3:5])
+        args = (*args, False, case.grad_logp, mean)
     if not requires_grad:
         return opcheck(ops.fused_logp_backward_.default, *args)
     with pytest.raises(OpCheckError, match="expected no tensor that requires grad"):

@@ -122,6 +122,14 @@ inline void set_inputs(
   if (temperature) rows.add(*temperature, &inputs.temperature_strides);
 }
 
+// An entropy and its mean come together, and from weighted states.
+inline void check_given(
+    bool weighted, const std::optional<Tensor>& entropy, const std::optional<Tensor>& mean) {
+  STD_TORCH_CHECK(
+      weighted == entropy.has_value() && weighted == mean.has_value(),
+      "fused_logp: expected an entropy, a mean and weighted states together, or none of them");
+}
+
 // Everything of the forward's arguments but where its results go.
 inline ForwardArgs forward_args(
     const Tensor& logits, const Tensor& target, const std::optional<Tensor>& temperature,
@@ -144,6 +152,7 @@ inline ForwardArgs forward_args(
   args.logp = static_cast<float*>(logp.data_ptr());
   args.lse = static_cast<double*>(lse.data_ptr());
   args.weighted = entropy.has_value();
+  check_given(args.weighted, entropy, mean);
   if (args.weighted) {
     args.entropy = static_cast<float*>(entropy->data_ptr());
     args.mean = static_cast<double*>(mean->data_ptr());
@@ -178,6 +187,7 @@ inline CombineArgs combine_args(
   args.logp = static_cast<float*>(logp.data_ptr());
   args.lse = static_cast<double*>(lse.data_ptr());
   args.weighted = are_weighted(states);
+  check_given(args.weighted, entropy, mean);
   if (args.weighted) {
     args.entropy = static_cast<float*>(entropy->data_ptr());
     args.mean = static_cast<double*>(mean->data_ptr());
@@ -203,6 +213,9 @@ inline BackwardArgs backward_args(
     args.grad_lse = static_cast<const double*>(grad_lse->data_ptr());
     rows.add(*grad_lse, &args.grad_lse_strides);
   }
+  STD_TORCH_CHECK(
+      !grad_entropy || mean,
+      "fused_logp: expected a mean with grad_entropy, got grad_entropy alone");
   if (grad_entropy) {
     args.grad_entropy = static_cast<const float*>(grad_entropy->data_ptr());
     rows.add(*grad_entropy, &args.grad_entropy_strides);

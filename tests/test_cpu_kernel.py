@@ -394,3 +394,19 @@ def test_the_kernel_serves_a_cpu_and_says_from_where() -> None:
         rl_logp.require_kernel("cpu", dtype)
     reasons = {b.reason for b in rl_logp.backends() if b.device_type == "cpu" and b.available}
     assert reasons == {f"loaded from {_library._loaded['cpu']}"}
+
+
+def test_an_entropy_without_its_mean_is_refused() -> None:
+    """The operators of rl_logp never do that; these are in the same namespace."""
+    ops = torch.ops.rl_logp
+    logits, target = torch.zeros(2, 5), torch.zeros(2, dtype=torch.long)
+    row, double = torch.empty(2), torch.empty(2, dtype=torch.double)
+    states = torch.zeros(1, 2, 13, dtype=torch.int64)
+    together = "expected an entropy, a mean and weighted states together"
+    with pytest.raises(RuntimeError, match=together):
+        ops._fused_logp_forward_out(logits, target, None, True, row, double, row.clone())
+    with pytest.raises(RuntimeError, match=together):
+        ops._fused_logp_combine_out(states, target, 5, row, double)
+    with pytest.raises(RuntimeError, match="expected a mean with grad_entropy"):
+        backward = (logits, target, None, double, 0, 5, torch.empty_like(logits))
+        ops._fused_logp_backward_out(row, None, *backward, row.clone())

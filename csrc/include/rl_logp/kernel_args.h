@@ -73,8 +73,8 @@ struct CombineArgs {
   Targets target;
   float* logp;  // contiguous, as the others are
   double* lse;
-  float* entropy;  // where weighted
-  double* mean;    //
+  float* entropy;  // where weighted, as the mean is
+  double* mean;
 };
 
 struct BackwardArgs {

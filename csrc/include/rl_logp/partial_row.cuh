@@ -247,11 +247,12 @@ __device__ __forceinline__ void write_row(
     return;
   }
   const bool ignored = is_ignored(target.column, args.shard.vocab_size);
-  args.lse[row] = is_skipped(args, target.column) ? 0.0 : finished.result.lse();
+  const bool skipped = is_skipped(args, target.column);
+  args.lse[row] = skipped ? 0.0 : finished.result.lse();
   args.logp[row] = ignored ? 0.0f : finished.result.logp(target.y);
   if constexpr (Kind::kWeighted) {
-    args.entropy[row] = finished.result.entropy();
-    args.mean[row] = finished.result.mean();
+    args.entropy[row] = skipped ? 0.0f : finished.result.entropy();
+    args.mean[row] = skipped ? 0.0 : finished.result.mean();
   }
 }
 

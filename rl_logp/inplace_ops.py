@@ -3,7 +3,7 @@
 It is of logp, and of the entropy where grad_entropy and mean are given.
 """
 
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
@@ -28,7 +28,17 @@ def _backward(
     arguments = (logits, target, temperature, lse, vocab_start, vocab_size)
     _checks.backward(grad_logp, grad_lse, *arguments, grad_entropy, mean)
     _checks.writable(logits)
-    write_dlogits(grad_logp, grad_lse, arguments, sharded, logits, grad_entropy, mean)
+    storage = logits.untyped_storage()
+    start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+
+    def kept(of_rows: Optional[Tensor]) -> Any:
+        """A copy where the logits' memory holds it: rows are written before others are read."""
+        within = of_rows is not None and start <= of_rows.data_ptr() < end
+        return of_rows.clone() if within else of_rows
+
+    arguments = (logits, kept(target), kept(temperature), kept(lse), vocab_start, vocab_size)
+    grad_logp, grad_lse, grad_entropy = kept(grad_logp), kept(grad_lse), kept(grad_entropy)
+    write_dlogits(grad_logp, grad_lse, arguments, sharded, logits, grad_entropy, kept(mean))
 
 
 def _backward_fake(grad_logp, grad_lse, *arguments) -> None:

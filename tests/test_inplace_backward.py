@@ -167,6 +167,29 @@ def test_so_it_has_in_other_shapes(device: str, shape: tuple[int, ...], way: str
     assert_same(sample(shape, torch.bfloat16, device), "contiguous", "per row", way)
 
 
+# --- what lies in their memory --------------------------------------------------------------------
+@pytest.mark.parametrize("shared", ["an upstream gradient", "temperature", "one temperature"])
+@every_function
+def test_what_is_read_for_each_row_may_lie_in_the_logits(
+    device: str, shared: str, score: Callable[..., Any]
+) -> None:
+    """A row's is read after other rows, or pieces of its own, were overwritten."""
+    case = sample((40, 16400), device=device)
+
+    def gradient_of(per_row: Callable[[Tensor], Tensor], inplace: bool) -> Tensor:
+        logits = computed(case.logits.abs() + 0.5)
+        column = per_row(logits.detach()[0, :40])
+        temperature = {"temperature": column, "one temperature": column[0]}.get(shared, 1.0)
+        outputs = score(logits, case.target, temperature=temperature, inplace_backward=inplace)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        upstream = column if shared == "an upstream gradient" else torch.ones_like(column)
+        grads = [upstream.to(output.dtype) for output in outputs]
+        return torch.autograd.grad(outputs, logits, grads)[0]
+
+    expected = gradient_of(torch.clone, False)
+    assert_bitwise_equal(gradient_of(lambda column: column, True), expected, "dlogits")
+
+
 # --- options --------------------------------------------------------------------------------------
 def test_it_is_off_by_default(device: str) -> None:
     case = sample((6, 33), device=device)

@@ -1,6 +1,7 @@
 """The entropy in compiled code: eager's bits, one node, one backward, few graphs, and exported."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from compile_tests.graphs import calls, capture, render
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 FUNCTIONS: dict[str, Callable] = {
     "fused_logp_entropy": rl_logp.fused_logp_entropy,
+    "fused_logp_entropy, return_lse": partial(rl_logp.fused_logp_entropy, return_lse=True),
     "fused_entropy": lambda logits, target, **options: rl_logp.fused_entropy(logits, **options),
     "vocab_parallel_logp_entropy": rl_logp.vocab_parallel_logp_entropy,
 }
@@ -217,10 +219,11 @@ class Head(torch.nn.Module):
         super().__init__()
         self.linear = torch.nn.Linear(16, 64, bias=False)
 
-    def forward(self, hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        logits = self.linear(hidden)[:, :-1]
-        logp, entropy = rl_logp.fused_logp_entropy(logits, tokens[:, 1:], temperature=0.7)
-        return logp, entropy, rl_logp.fused_entropy(logits)
+    def forward(self, hidden: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
+        logits, target = self.linear(hidden)[:, :-1], tokens[:, 1:]
+        pair = rl_logp.fused_logp_entropy(logits, target, temperature=0.7)
+        with_lse = rl_logp.fused_logp_entropy(logits, target, return_lse=True)
+        return *pair, *with_lse, rl_logp.fused_entropy(logits)
 
 
 def _arguments(batch: int, device: str) -> tuple[Tensor, Tensor]:
@@ -236,6 +239,7 @@ def test_exported_and_reloaded(device: str, decomposed: bool, tmp_path: Path) ->
         model, _arguments(3, device), dynamic_shapes=({0: batch}, {0: batch})
     )
     assert calls(exported.graph_module, OP.fused_logp_entropy.default) == 1
+    assert calls(exported.graph_module, OP.fused_logp_entropy_with_lse.default) == 1
     assert calls(exported.graph_module, OP.fused_entropy.default) == 1
     torch.export.save(exported.run_decompositions() if decomposed else exported, tmp_path / "m.pt2")
     loaded = torch.export.load(tmp_path / "m.pt2").module()

@@ -136,7 +136,7 @@ def score(
     *,
     require_aligned: bool = False,
     **wanted: bool,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """As ``_shard.score``, to DTensors whose rows are sharded as those of logits.
 
     ``caller`` is the function that errors are to name.
@@ -166,11 +166,10 @@ def score(
     )
     shape = logits.shape[:-1]
     stride = torch.empty(shape, device="meta").stride()
-    logp, other = (
+    return tuple(
         DTensor.from_local(result, mesh, rows, run_check=False, shape=shape, stride=stride)
         for result in results
     )
-    return logp, other
 
 
 def per_row(caller: str, logits: Any, **of_rows: Optional[Tensor]) -> list[Any]:

@@ -20,8 +20,8 @@ def score(
     vocab_size: int,
     all_rows: bool = True,
     with_entropy: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """logp and lse, or logp and entropy; with a target of None every row is ignored.
+) -> tuple[Tensor, ...]:
+    """logp and lse, or logp, entropy and lse; with a target of None every row is ignored.
 
     ``gather`` makes the states of all shards ``[S, ...]`` of those of this one. None: this is the
     only shard.
@@ -38,7 +38,7 @@ def score(
     if gather is not None:
         states = gather(states)
     if with_entropy:
-        return operators.fused_logp_entropy_shard(logits, *rows, states, *vocabulary)[:2]
+        return operators.fused_logp_entropy_shard(logits, *rows, states, *vocabulary)[:3]
     return operators.fused_logp_shard(logits, *rows, states, *vocabulary)
 
 

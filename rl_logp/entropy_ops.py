@@ -22,7 +22,7 @@ from rl_logp.ops import (
 )
 
 
-# --- fused_logp_entropy and fused_entropy: the composites -----------------------------------------
+# --- fused_logp_entropy, fused_logp_entropy_with_lse and fused_entropy: the composites ------------
 def no_target(logits: Tensor) -> Tensor:
     """A target for rows of which only the entropy is wanted: all are ignored."""
     return logits.new_full((), -1, dtype=torch.int64).expand(logits.shape[:-1])
@@ -40,6 +40,18 @@ def _fused_logp_entropy(
     )[:2]
 
 
+def _fused_logp_entropy_with_lse(
+    logits: Tensor,
+    target: Tensor,
+    temperature: Optional[Tensor] = None,
+    inplace_backward: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    _checks.reverse_mode(logits)
+    return torch.ops.rl_logp.fused_logp_entropy_forward(
+        logits, target, temperature, inplace_backward
+    )[:3]
+
+
 def _fused_entropy(
     logits: Tensor, temperature: Optional[Tensor] = None, inplace_backward: bool = False
 ) -> Tensor:
@@ -53,6 +65,11 @@ def _fused_logp_entropy_vmap(info, in_dims, *args):
     return torch.ops.rl_logp.fused_logp_entropy(*batched(info, in_dims, *args)), (0, 0)
 
 
+def _fused_logp_entropy_with_lse_vmap(info, in_dims, *args):
+    results = torch.ops.rl_logp.fused_logp_entropy_with_lse(*batched(info, in_dims, *args))
+    return results, (0, 0, 0)
+
+
 def _fused_entropy_vmap(info, in_dims, logits: Tensor, *options):
     sample = logits if in_dims[0] is None else logits.select(in_dims[0], 0)
     in_dims = (in_dims[0], None, *in_dims[1:])
@@ -61,8 +78,12 @@ def _fused_entropy_vmap(info, in_dims, logits: Tensor, *options):
 
 
 _lib.impl("fused_logp_entropy", _fused_logp_entropy, "CompositeImplicitAutograd")
+_lib.impl("fused_logp_entropy_with_lse", _fused_logp_entropy_with_lse, "CompositeImplicitAutograd")
 _lib.impl("fused_entropy", _fused_entropy, "CompositeImplicitAutograd")
 torch.library.register_vmap("rl_logp::fused_logp_entropy", _fused_logp_entropy_vmap, lib=_lib)
+torch.library.register_vmap(
+    "rl_logp::fused_logp_entropy_with_lse", _fused_logp_entropy_with_lse_vmap, lib=_lib
+)
 torch.library.register_vmap("rl_logp::fused_entropy", _fused_entropy_vmap, lib=_lib)
 
 

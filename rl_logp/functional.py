@@ -118,14 +118,47 @@ def fused_logp(
     return torch.ops.rl_logp.fused_logp_with_lse(logits, target, scale, inplace_backward)
 
 
+@overload
+def fused_logp_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    temperature: Union[float, Tensor] = ...,
+    return_lse: Literal[False] = ...,
+    require_kernel: bool = ...,
+    inplace_backward: bool = ...,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def fused_logp_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    temperature: Union[float, Tensor] = ...,
+    return_lse: Literal[True],
+    require_kernel: bool = ...,
+    inplace_backward: bool = ...,
+) -> tuple[Tensor, Tensor, Tensor]: ...
+@overload
+def fused_logp_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    temperature: Union[float, Tensor] = ...,
+    return_lse: bool,
+    require_kernel: bool = ...,
+    inplace_backward: bool = ...,
+) -> Union[tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]: ...
+
+
 def fused_logp_entropy(
     logits: Tensor,
     target: Tensor,
     *,
     temperature: Union[float, Tensor] = 1.0,
+    return_lse: bool = False,
     require_kernel: bool = False,
     inplace_backward: bool = False,
-) -> tuple[Tensor, Tensor]:
+) -> Union[tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
     r"""As :func:`fused_logp`, with each row's entropy, from one pass over the logits.
 
     ``entropy = -sum(p * log(p))`` of ``p = softmax(y)``, ``y = logits / temperature``, in nats; a
@@ -133,19 +166,19 @@ def fused_logp_entropy(
     comes with that of ``logp``, in one pass.
 
     Args:
-        logits, target, temperature, require_kernel, inplace_backward: as for ``fused_logp``. There
-            is one backward for both results: with ``inplace_backward``, differentiate a loss of
-            both, not one after the other.
+        logits, target, temperature, return_lse, require_kernel, inplace_backward: as for
+            ``fused_logp``. There is one backward for all results: with ``inplace_backward``,
+            differentiate a loss of them all, not one after the other.
 
     Returns:
-        ``(logp, entropy)``, fp32, of target's shape. A row whose target is ignored has a ``logp``
+        ``(logp, entropy)``, or ``(logp, entropy, lse)``, of target's shape. A row whose target is ignored has a ``logp``
         of 0, its entropy, and the entropy's gradient. Detach an entropy that is only looked at:
         the gradient is then that of ``fused_logp``, at its cost.
 
     Raises:
         As ``fused_logp``, and ValueError for more than 2^30 columns where a kernel serves the call.
 
-    ``logp`` has the bits of ``fused_logp``; the entropy and the gradient have bits that depend on
+    ``logp`` and ``lse`` have the bits of ``fused_logp``; the entropy and the gradient have bits that depend on
     the row alone, as those of ``fused_logp`` do. The gradient of a row whose entropy has an
     upstream gradient of 0 has the bits of ``fused_logp``. An entropy is at least 0. It is NaN where
     a row holds NaN or ``+inf``, or nothing but ``-inf``, as ``torch.log_softmax`` is.
@@ -169,11 +202,16 @@ def fused_logp_entropy(
         if _dtensor.is_vocab_sharded(logits):
             if inplace_backward:
                 raise _dtensor.no_inplace_backward(logits)
-            return _dtensor.score("fused_logp_entropy", logits, target, scale, with_entropy=True)
+            logp, entropy, lse = _dtensor.score(
+                "fused_logp_entropy", logits, target, scale, with_entropy=True
+            )
+            return (logp, entropy, lse) if return_lse else (logp, entropy)
         target, scale = _dtensor.per_row(
             "fused_logp_entropy", logits, target=target, temperature=scale
         )
-    return torch.ops.rl_logp.fused_logp_entropy(logits, target, scale, inplace_backward)
+    if not return_lse:
+        return torch.ops.rl_logp.fused_logp_entropy(logits, target, scale, inplace_backward)
+    return torch.ops.rl_logp.fused_logp_entropy_with_lse(logits, target, scale, inplace_backward)
 
 
 def fused_entropy(

@@ -6,7 +6,8 @@
     fused_logp_backward   dlogits from the saved lse; once differentiable
     fused_logp_backward_  the same, written over the logits, with an entropy too (inplace_ops.py)
 
-    fused_logp_entropy, fused_entropy, fused_logp_entropy_forward, fused_logp_entropy_backward
+    fused_logp_entropy, fused_logp_entropy_with_lse, fused_entropy, fused_logp_entropy_forward,
+    fused_logp_entropy_backward
                           the same with the entropy of the row beside logp (entropy_ops.py)
 
     fused_logp_partial    of a shard of the vocabulary: the states of its rows (shard_ops.py)
@@ -52,6 +53,10 @@ _lib.define(
 _lib.define(
     "fused_logp_entropy(Tensor logits, Tensor target, Tensor? temperature=None,"
     " bool inplace_backward=False) -> (Tensor logp, Tensor entropy)"
+)
+_lib.define(
+    "fused_logp_entropy_with_lse(Tensor logits, Tensor target, Tensor? temperature=None,"
+    " bool inplace_backward=False) -> (Tensor logp, Tensor entropy, Tensor lse)"
 )
 _lib.define(
     "fused_entropy(Tensor logits, Tensor? temperature=None, bool inplace_backward=False) -> Tensor"

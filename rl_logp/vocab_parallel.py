@@ -142,7 +142,7 @@ def vocab_parallel_logp_entropy(
     >>> rl_logp.vocab_parallel_logp_entropy(torch.zeros(2, 4), torch.tensor([3, -100]))
     (tensor([-1.3863,  0.0000]), tensor([1.3863, 1.3863]))
     """
-    return _score(
+    logp, entropy, _ = _score(
         "vocab_parallel_logp_entropy",
         logits_shard,
         target,
@@ -152,6 +152,7 @@ def vocab_parallel_logp_entropy(
         require_kernel,
         with_entropy=True,
     )
+    return logp, entropy
 
 
 def _score(
@@ -163,7 +164,7 @@ def _score(
     require_aligned: bool,
     require_kernel: bool,
     **wanted: bool,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """``layout``: group, vocab_start and vocab_size; ``wanted``: that of ``_shard.score``."""
     if require_kernel:
         _library.require_kernel(logits.device.type, logits.dtype)

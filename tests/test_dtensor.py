@@ -152,6 +152,17 @@ def test_entropies_of_plain_targets_and_temperatures(mesh: DeviceMesh) -> None:
         assert_bitwise_equal(of_dtensors.to_local(), plain, "of all rows")
 
 
+def test_lse_beside_the_entropy_of_a_sharded_vocabulary(mesh: DeviceMesh) -> None:
+    """One shard, which needs nothing of the processes that are not there."""
+    one_shard = init_device_mesh("cpu", (4, 1))
+    logits: Any = distribute_tensor(LOGITS, one_shard, [Replicate(), Shard(2)])
+    actual: Any = rl_logp.fused_logp_entropy(logits, TARGET, return_lse=True)
+    expected = rl_logp.fused_logp_entropy(LOGITS, TARGET, return_lse=True)
+    for of_dtensors, plain in zip(actual, expected, strict=True):
+        assert of_dtensors.placements == (Replicate(), Replicate())
+        assert_bitwise_equal(of_dtensors.to_local(), plain, "of all rows")
+
+
 IN_ORDER, STRIDED = Shard(0), _StridedShard(0, split_factor=2)
 SUMS, EVERYWHERE = Partial(), Replicate()
 

@@ -15,6 +15,7 @@ import torch.autograd.forward_ad as forward_ad
 from calls import (
     DTYPES,
     LAYOUTS,
+    EntropyResult,
     OperatorsSeen,
     Sample,
     assert_same_bits,
@@ -261,6 +262,29 @@ def test_fused_entropy_has_the_bits_of_fused_logp_entropy(
     )
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+def test_lse_beside_them_has_the_bits_of_fused_logp(device: str, dtype: torch.dtype) -> None:
+    case = sample((3, 5, 33), dtype, device)
+    leaf = case.logits.requires_grad_()
+    options: dict[str, Any] = {"temperature": case.temperature}
+    results = rl_logp.fused_logp_entropy(leaf, case.target, return_lse=True, **options)
+    logp, lse = rl_logp.fused_logp(leaf, case.target, return_lse=True, **options)
+    _, entropy = rl_logp.fused_logp_entropy(leaf, case.target, **options)
+    assert_same_bits(
+        EntropyResult(*(r.detach() for r in results), leaf),
+        EntropyResult(logp.detach(), entropy.detach(), lse.detach(), leaf),
+        "with lse",
+    )
+    # Its gradient alone is fused_logp's, and beside the others' it is that of the operator.
+    actual, expected = (
+        torch.autograd.grad(r, leaf, case.grad_lse, retain_graph=True)[0] for r in (results[2], lse)
+    )
+    assert_bitwise_equal(actual, expected, "dlogits of lse")
+    grad_entropy = case.grad_lse.to(logp.dtype)
+    (dlogits,) = torch.autograd.grad(results, leaf, [case.grad_logp, grad_entropy, case.grad_lse])
+    assert_bitwise_equal(dlogits, call_with_entropy(*case).dlogits, "dlogits of all")
+
+
 def test_an_entropy_that_is_only_looked_at_costs_nothing_in_the_backward(device: str) -> None:
     case = sample((9, 33), torch.bfloat16, device)
     leaf = case.logits.requires_grad_()
@@ -397,6 +421,9 @@ def test_no_gradient_flows_towards_the_mean(device: str) -> None:
 
 SCORES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "fused_logp_entropy": lambda x, t: torch.stack(rl_logp.fused_logp_entropy(x, t)),
+    "fused_logp_entropy, return_lse": lambda x, t: torch.stack(
+        [result.float() for result in rl_logp.fused_logp_entropy(x, t, return_lse=True)]
+    ),
     "fused_entropy": lambda x, t: rl_logp.fused_entropy(x),
     "vocab_parallel_logp_entropy": (
         lambda x, t: torch.stack(rl_logp.vocab_parallel_logp_entropy(x, t))

@@ -44,9 +44,17 @@ def opcheck(op, *args: Tensor | int | bool | None, utilities: tuple[str, ...] = 
     torch.library.opcheck(op, args, test_utils=utilities)
 
 
+PEOPLE_CALL = [
+    "fused_logp",
+    "fused_logp_with_lse",
+    "fused_logp_entropy",
+    "fused_logp_entropy_with_lse",
+]
+
+
 @forms
 @pytest.mark.parametrize("temperature", ["none", "0-dim", "per row"])
-@pytest.mark.parametrize("name", ["fused_logp", "fused_logp_with_lse", "fused_logp_entropy"])
+@pytest.mark.parametrize("name", PEOPLE_CALL)
 def test_what_people_call(
     device: str,
     name: str,

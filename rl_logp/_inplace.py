@@ -4,7 +4,7 @@ Autograd learns of it by the version of the logits, which is counted up: whateve
 them raises when it takes them out. So the logits are written only where that can be relied on.
 """
 
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
@@ -26,10 +26,17 @@ def prepare(ctx, logits: Tensor, inplace_backward: bool) -> None:
     if torch.compiler.is_compiling() or is_fake(logits):
         return
     base = logits._base
-    if logits.is_leaf or (base is not None and base.is_leaf and base.requires_grad):
+    of_leaf = base is not None and base.is_leaf and base.requires_grad
+    if logits.is_leaf or of_leaf or _lies_in_a_leaf(logits):
         raise ValueError(
             "fused_logp: expected logits that were computed where inplace_backward=True, got a leaf"
             " that requires grad, or a view of one: its values would be lost"
+        )
+    made_by = logits.grad_fn if base is None else base.grad_fn
+    if made_by is not None and made_by.name().startswith("UnsafeSplit"):
+        raise ValueError(
+            "fused_logp: expected logits that share versions with what shares their memory where"
+            " inplace_backward=True, got a result of unsafe_split or unsafe_chunk"
         )
     if base is not None and not base.requires_grad and _is_of_dtensor(logits):
         raise ValueError(
@@ -46,6 +53,31 @@ def prepare(ctx, logits: Tensor, inplace_backward: bool) -> None:
     _checks.writable(logits if ctx.local is None else ctx.local)
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
     ctx.overwrites = hooks is None and not logits.is_neg()
+
+
+def _lies_in_a_leaf(logits: Tensor) -> bool:
+    """Whether logits lie in the memory of the leaf they come from, though they are no view of it.
+
+    So do those of unsafe_split, or of an autograd.Function that detaches what it was given.
+    """
+    node, memory = logits.grad_fn, _of_process(logits)
+    while node is not None:
+        inputs: list[Any] = [given for given, _ in node.next_functions if given is not None]
+        leaves = [x.variable for x in inputs if x.name() == "torch::autograd::AccumulateGrad"]
+        if any(torch._C._is_alias_of(memory, _of_process(leaf)) for leaf in leaves):  # pyright: ignore[reportAttributeAccessIssue]
+            return True
+        node = inputs[0] if len(inputs) == 1 else None
+    return False
+
+
+def _of_process(tensor: Any) -> Tensor:
+    """The tensor; of a DTensor, the part that this process holds."""
+    from rl_logp import _shard
+
+    if not _shard.is_dtensor(tensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local()
 
 
 def _is_of_dtensor(logits: Tensor) -> bool:

@@ -33,8 +33,9 @@ def _backward(
 
     def kept(of_rows: Optional[Tensor]) -> Any:
         """A copy where the logits' memory holds it: rows are written before others are read."""
-        within = of_rows is not None and start <= of_rows.data_ptr() < end
-        return of_rows.clone() if within else of_rows
+        if of_rows is not None and start <= of_rows.data_ptr() < end:
+            return of_rows.clone()
+        return of_rows
 
     arguments = (logits, kept(target), kept(temperature), kept(lse), vocab_start, vocab_size)
     grad_logp, grad_lse, grad_entropy = kept(grad_logp), kept(grad_lse), kept(grad_entropy)

@@ -238,6 +238,16 @@ LEAF = (
 )
 
 
+class Detached(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
 @every_function
 @pytest.mark.parametrize(
     "view",
@@ -247,6 +257,10 @@ LEAF = (
         pytest.param(lambda x: x.view_as(x).transpose(0, 1).transpose(0, 1), id="a view of a view"),
         pytest.param(lambda x: x.float(), id="a cast that does nothing"),
         pytest.param(lambda x: x.detach().requires_grad_(), id="detached"),
+        pytest.param(lambda x: torch.ops.aten._unsafe_view(x, [3, 7]), id="no view, in its memory"),
+        pytest.param(lambda x: torch.ops.aten._unsafe_view(x[:], [3, 7])[:], id="after a view"),
+        pytest.param(lambda x: x.unsafe_split(5, dim=1)[0], id="a part of it"),
+        pytest.param(lambda x: Detached.apply(x), id="a Function that detaches it"),
     ],
 )
 def test_a_leaf(device: str, view: Callable[[Tensor], Tensor], score: Callable[..., Any]) -> None:
@@ -256,6 +270,28 @@ def test_a_leaf(device: str, view: Callable[[Tensor], Tensor], score: Callable[.
         score(view(leaf), target, inplace_backward=True)
     with torch.no_grad():  # without a backward nothing is overwritten
         score(view(leaf), target, inplace_backward=True)
+
+
+@every_function
+@pytest.mark.parametrize(
+    "part",
+    [
+        pytest.param(lambda x: x.unsafe_chunk(2)[0], id="unsafe_chunk"),
+        pytest.param(lambda x: x.unsafe_split(3)[0], id="unsafe_split"),
+        pytest.param(lambda x: x.unsafe_split_with_sizes([3, 3])[0], id="unsafe_split_with_sizes"),
+        pytest.param(lambda x: x.unsafe_split(3, dim=1)[0][:3], id="a view of one"),
+    ],
+)
+def test_parts_that_share_memory_and_no_version(
+    device: str, part: Callable[[Tensor], Tensor], score: Callable[..., Any]
+) -> None:
+    logits = part(torch.randn(6, 7, device=device, requires_grad=True) * 2)
+    with raises(
+        ValueError,
+        "fused_logp: expected logits that share versions with what shares their memory where"
+        " inplace_backward=True, got a result of unsafe_split or unsafe_chunk",
+    ):
+        score(logits, torch.tensor([0, 1, 2], device=device), inplace_backward=True)
 
 
 @every_function

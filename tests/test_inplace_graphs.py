@@ -305,6 +305,16 @@ def test_a_leaf_that_takes_over_the_gradient(head: Head) -> None:
     assert_bitwise_equal(leaf.detach(), before, "the leaf")
 
 
+def test_a_leaf_whose_gradient_is_the_memory_of_the_logits(head: Head) -> None:
+    leaf = head.logits().detach().requires_grad_()
+    logits = leaf + 1
+    head.inplace_sum(logits, head.target).backward()
+    assert leaf.grad is not None
+    expected = torch.autograd.grad(head.new_sum(leaf + 1, head.target), leaf)[0]
+    assert_bitwise_equal(leaf.grad, expected, "the gradient")
+    assert leaf.grad.data_ptr() == logits.data_ptr()  # as docs/memory.md says
+
+
 # --- hooks, checkpoints, transforms ---------------------------------------------------------------
 def with_another(head: Head, score: Score) -> Tensor:
     def block(hidden: Tensor, weight: Tensor) -> Tensor:

@@ -27,7 +27,9 @@ from compile_tests.graphs import calls, capture, render
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 FUNCTIONS: dict[str, Callable] = {
     "fused_logp_entropy": rl_logp.fused_logp_entropy,
-    "fused_logp_entropy, return_lse": partial(rl_logp.fused_logp_entropy, return_lse=True),
+    "fused_logp_entropy, all options": partial(
+        rl_logp.fused_logp_entropy, return_lse=True, entropy_of_ignored=False
+    ),
     "fused_entropy": lambda logits, target, **options: rl_logp.fused_entropy(logits, **options),
     "vocab_parallel_logp_entropy": rl_logp.vocab_parallel_logp_entropy,
 }
@@ -107,7 +109,7 @@ def test_the_graphs_of_a_call() -> None:
 dynamo:
     logits: bf16[4, 7]
     target: i64[4]
-    fused_logp_entropy = rl_logp.fused_logp_entropy(logits, target, None, False)
+    fused_logp_entropy = rl_logp.fused_logp_entropy(logits, target, None, False, True)
     logp: f32[4] = fused_logp_entropy[0]
     entropy: f32[4] = fused_logp_entropy[1]
     return logp, entropy
@@ -222,7 +224,9 @@ class Head(torch.nn.Module):
     def forward(self, hidden: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
         logits, target = self.linear(hidden)[:, :-1], tokens[:, 1:]
         pair = rl_logp.fused_logp_entropy(logits, target, temperature=0.7)
-        with_lse = rl_logp.fused_logp_entropy(logits, target, return_lse=True)
+        with_lse = rl_logp.fused_logp_entropy(
+            logits, target, return_lse=True, entropy_of_ignored=False
+        )
         return *pair, *with_lse, rl_logp.fused_entropy(logits)
 
 

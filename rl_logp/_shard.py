@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_logp._state import GROUP
-from rl_logp.entropy_ops import no_target
+from rl_logp.entropy_ops import no_target, of_targets
 
 
 def score(
@@ -38,7 +38,8 @@ def score(
     if gather is not None:
         states = gather(states)
     if with_entropy:
-        return operators.fused_logp_entropy_shard(logits, *rows, states, *vocabulary)[:3]
+        logp, *others, _ = operators.fused_logp_entropy_shard(logits, *rows, states, *vocabulary)
+        return logp, *(others if all_rows else of_targets(rows[0], vocab_size, *others))
     return operators.fused_logp_shard(logits, *rows, states, *vocabulary)
 
 

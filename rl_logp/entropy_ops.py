@@ -1,7 +1,9 @@
 """The operators that return a row's entropy (schemas: ops.py): composites, autograd, who serves.
 
 The entropy is that of softmax(y), y = logits / temperature, in nats: lse - E[y]. It is of every
-row, whatever its target; ``mean`` is E[y], which the gradient is computed from.
+row, whatever its target; ``mean`` is E[y], which the gradient is computed from. With ``all_rows``
+False, what fused_logp_entropy_forward returns of ignored rows beside logp, and what is computed
+from its gradient, means nothing: ``of_targets`` takes both away.
 """
 
 from typing import Optional
@@ -28,16 +30,26 @@ def no_target(logits: Tensor) -> Tensor:
     return logits.new_full((), -1, dtype=torch.int64).expand(logits.shape[:-1])
 
 
+def of_targets(target: Tensor, vocab_size: int, *results: Tensor) -> tuple[Tensor, ...]:
+    """0 for ignored rows, whatever their results are, and whatever gradient comes to these."""
+    ignored = (target < 0) | (target >= vocab_size)
+    return tuple(result.masked_fill(ignored, 0) for result in results)
+
+
 def _fused_logp_entropy(
     logits: Tensor,
     target: Tensor,
     temperature: Optional[Tensor] = None,
     inplace_backward: bool = False,
+    all_rows: bool = True,
 ) -> tuple[Tensor, Tensor]:
     _checks.reverse_mode(logits)
-    return torch.ops.rl_logp.fused_logp_entropy_forward(
-        logits, target, temperature, inplace_backward
-    )[:2]
+    logp, entropy, _, _ = torch.ops.rl_logp.fused_logp_entropy_forward(
+        logits, target, temperature, inplace_backward, all_rows
+    )
+    if not all_rows:
+        (entropy,) = of_targets(target, logits.shape[-1], entropy)
+    return logp, entropy
 
 
 def _fused_logp_entropy_with_lse(
@@ -45,11 +57,15 @@ def _fused_logp_entropy_with_lse(
     target: Tensor,
     temperature: Optional[Tensor] = None,
     inplace_backward: bool = False,
+    all_rows: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     _checks.reverse_mode(logits)
-    return torch.ops.rl_logp.fused_logp_entropy_forward(
-        logits, target, temperature, inplace_backward
-    )[:3]
+    logp, entropy, lse, _ = torch.ops.rl_logp.fused_logp_entropy_forward(
+        logits, target, temperature, inplace_backward, all_rows
+    )
+    if not all_rows:
+        entropy, lse = of_targets(target, logits.shape[-1], entropy, lse)
+    return logp, entropy, lse
 
 
 def _fused_entropy(
@@ -99,6 +115,7 @@ def _forward(
     target: Tensor,
     temperature: Optional[Tensor],
     inplace_backward: bool = False,
+    all_rows: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _checks.forward(logits, target, temperature)
     _checks.temperature_values(temperature)
@@ -106,7 +123,7 @@ def _forward(
         _checks.entropy_columns(logits.shape[-1])
         outputs = logp, entropy, lse, mean = _outputs(logits, target)
         torch.ops.rl_logp._fused_logp_forward_out(
-            _checks.kernel_layout(logits), target, temperature, True, logp, lse, entropy, mean
+            _checks.kernel_layout(logits), target, temperature, all_rows, logp, lse, entropy, mean
         )
     else:
         outputs = logp, entropy, lse, mean = _outputs(logits, target)
@@ -114,7 +131,7 @@ def _forward(
     return outputs
 
 
-def _forward_fake(logits, target, temperature, inplace_backward=False):
+def _forward_fake(logits, target, temperature, inplace_backward=False, all_rows=True):
     _checks.forward(logits, target, temperature)
     return _outputs(logits, target)
 
@@ -156,7 +173,7 @@ def _save_for_backward(ctx, inputs, output) -> None:
 
 
 def _forward_autograd(ctx, *grads: Optional[Tensor]):
-    return dlogits_of(ctx, *grads), None, None, None
+    return dlogits_of(ctx, *grads), None, None, None, None
 
 
 torch.library.register_autograd(

@@ -125,6 +125,7 @@ def fused_logp_entropy(
     *,
     temperature: Union[float, Tensor] = ...,
     return_lse: Literal[False] = ...,
+    entropy_of_ignored: bool = ...,
     require_kernel: bool = ...,
     inplace_backward: bool = ...,
 ) -> tuple[Tensor, Tensor]: ...
@@ -135,6 +136,7 @@ def fused_logp_entropy(
     *,
     temperature: Union[float, Tensor] = ...,
     return_lse: Literal[True],
+    entropy_of_ignored: bool = ...,
     require_kernel: bool = ...,
     inplace_backward: bool = ...,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
@@ -145,6 +147,7 @@ def fused_logp_entropy(
     *,
     temperature: Union[float, Tensor] = ...,
     return_lse: bool,
+    entropy_of_ignored: bool = ...,
     require_kernel: bool = ...,
     inplace_backward: bool = ...,
 ) -> Union[tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]: ...
@@ -156,6 +159,7 @@ def fused_logp_entropy(
     *,
     temperature: Union[float, Tensor] = 1.0,
     return_lse: bool = False,
+    entropy_of_ignored: bool = True,
     require_kernel: bool = False,
     inplace_backward: bool = False,
 ) -> Union[tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
@@ -169,10 +173,15 @@ def fused_logp_entropy(
         logits, target, temperature, return_lse, require_kernel, inplace_backward: as for
             ``fused_logp``. There is one backward for all results: with ``inplace_backward``,
             differentiate a loss of them all, not one after the other.
+        entropy_of_ignored: False: of a row whose target is ignored, everything is exactly 0, the
+            entropy, lse and the gradient too, whatever the row holds and whatever upstream
+            gradients it gets. Kernels do not read such rows: with half of them ignored, the forward
+            reads half as much. (Where the vocabulary is sharded, they do.)
 
     Returns:
-        ``(logp, entropy)``, or ``(logp, entropy, lse)``, of target's shape. A row whose target is ignored has a ``logp``
-        of 0, its entropy, and the entropy's gradient. Detach an entropy that is only looked at:
+        ``(logp, entropy)``, or ``(logp, entropy, lse)``, of target's shape. Unless
+        ``entropy_of_ignored=False``, a row whose target is ignored has a ``logp`` of 0, its entropy,
+        and the entropy's gradient. Detach an entropy that is only looked at:
         the gradient is then that of ``fused_logp``, at its cost.
 
     Raises:
@@ -203,15 +212,21 @@ def fused_logp_entropy(
             if inplace_backward:
                 raise _dtensor.no_inplace_backward(logits)
             logp, entropy, lse = _dtensor.score(
-                "fused_logp_entropy", logits, target, scale, with_entropy=True
+                "fused_logp_entropy",
+                logits,
+                target,
+                scale,
+                all_rows=entropy_of_ignored,
+                with_entropy=True,
             )
             return (logp, entropy, lse) if return_lse else (logp, entropy)
         target, scale = _dtensor.per_row(
             "fused_logp_entropy", logits, target=target, temperature=scale
         )
+    options = (inplace_backward, entropy_of_ignored)
     if not return_lse:
-        return torch.ops.rl_logp.fused_logp_entropy(logits, target, scale, inplace_backward)
-    return torch.ops.rl_logp.fused_logp_entropy_with_lse(logits, target, scale, inplace_backward)
+        return torch.ops.rl_logp.fused_logp_entropy(logits, target, scale, *options)
+    return torch.ops.rl_logp.fused_logp_entropy_with_lse(logits, target, scale, *options)
 
 
 def fused_entropy(

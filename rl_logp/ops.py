@@ -52,18 +52,20 @@ _lib.define(
 )
 _lib.define(
     "fused_logp_entropy(Tensor logits, Tensor target, Tensor? temperature=None,"
-    " bool inplace_backward=False) -> (Tensor logp, Tensor entropy)"
+    " bool inplace_backward=False, bool all_rows=True) -> (Tensor logp, Tensor entropy)"
 )
 _lib.define(
     "fused_logp_entropy_with_lse(Tensor logits, Tensor target, Tensor? temperature=None,"
-    " bool inplace_backward=False) -> (Tensor logp, Tensor entropy, Tensor lse)"
+    " bool inplace_backward=False, bool all_rows=True)"
+    " -> (Tensor logp, Tensor entropy, Tensor lse)"
 )
 _lib.define(
     "fused_entropy(Tensor logits, Tensor? temperature=None, bool inplace_backward=False) -> Tensor"
 )
 _lib.define(
     "fused_logp_entropy_forward(Tensor logits, Tensor target, Tensor? temperature,"
-    " bool inplace_backward=False) -> (Tensor logp, Tensor entropy, Tensor lse, Tensor mean)"
+    " bool inplace_backward=False, bool all_rows=True)"
+    " -> (Tensor logp, Tensor entropy, Tensor lse, Tensor mean)"
 )
 _lib.define(
     "fused_logp_entropy_backward(Tensor? grad_logp, Tensor? grad_entropy, Tensor? grad_lse,"

@@ -36,7 +36,7 @@ from test_fuzz import Arguments, all_arguments
 from torch import Tensor
 
 import rl_logp
-from rl_logp import _library, chunked
+from rl_logp import _library, _shard, chunked
 from rl_logp.reference import entropy as exact_entropy
 from rl_logp.reference import reference
 from rl_logp.testing import assert_as_accurate, assert_bitwise_equal
@@ -232,6 +232,69 @@ def test_an_ignored_row_has_its_entropy_and_the_entropys_gradient(device: str) -
     assert_same_bits(other, result, "an upstream gradient of NaN for logp")
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+@pytest.mark.parametrize("of_shards", [False, True], ids=["whole", "shards"])
+@pytest.mark.parametrize("held", [0.0, torch.nan, INF, -INF], ids=str)
+@pytest.mark.parametrize("upstream", [1.0, torch.nan, INF], ids=str)
+def test_nothing_comes_of_ignored_rows_where_none_is_asked_for(
+    device: str, dtype: torch.dtype, of_shards: bool, held: float, upstream: float
+) -> None:
+    if of_shards and dtype == torch.float64:
+        pytest.skip("fp64 has no states")
+    case = sample((9, 33), dtype, device)
+    case.target[::3] = torch.tensor([-100, 33, 2**32 + 5], device=device)
+    ignored = (case.target < 0) | (case.target >= 33)
+    case.logits[ignored] += held
+    leaf = case.logits.requires_grad_()
+    grads = (case.grad_logp, case.grad_logp.flip(0), case.grad_lse)
+
+    def score(all_rows: bool) -> list[Tensor]:
+        if of_shards:
+            rows = (leaf, case.target, case.temperature)
+            results = _shard.score(*rows, None, 0, 33, all_rows, with_entropy=True)
+        else:
+            results = rl_logp.fused_logp_entropy(
+                leaf,
+                case.target,
+                temperature=case.temperature,
+                return_lse=True,
+                entropy_of_ignored=all_rows,
+            )
+        given = [g.masked_fill(ignored, 0 if all_rows else upstream) for g in grads]
+        return [*results, *torch.autograd.grad(results, leaf, given)]
+
+    names = EntropyResult._fields
+    for name, actual, expected in zip(names, score(False), score(True), strict=True):
+        assert bool((actual[ignored] == 0).all()), name
+        assert_bitwise_equal(actual[~ignored].detach(), expected[~ignored].detach(), name)
+
+
+@every_dtype
+def test_a_kernel_does_not_read_ignored_rows_where_none_is_asked_for(
+    device: str, dtype: torch.dtype
+) -> None:
+    if not kernel_serves(device, dtype):
+        pytest.skip("the chunked fallback reads every row")
+    case = sample((9, 33), dtype, device)
+    case.logits[4::5] = torch.nan
+    for result in OPS.fused_logp_entropy_forward(*case[:3], False, False):
+        assert bool((result[4::5] == 0).all())
+
+
+def test_ignored_rows_are_left_out_over_the_logits_too(device: str) -> None:
+    case = sample((9, 33), torch.float32, device)
+    case.logits[4::5] = torch.nan
+    dlogits = []
+    for inplace_backward in (False, True):
+        leaf = case.logits.detach().requires_grad_()
+        _, entropy = rl_logp.fused_logp_entropy(
+            leaf * 1, case.target, entropy_of_ignored=False, inplace_backward=inplace_backward
+        )
+        dlogits += torch.autograd.grad(entropy, leaf, case.grad_logp)
+    assert bool((dlogits[0][4::5] == 0).all())
+    assert_bitwise_equal(dlogits[1], dlogits[0], "over the logits")
+
+
 @every_dtype
 @pytest.mark.parametrize("form", ["none", "number", "0-dim", "per row"])
 @pytest.mark.parametrize("shape", [(257,), (7, 257), (2, 0, 257), (3, 5, 33)], ids=str)
@@ -270,11 +333,9 @@ def test_lse_beside_them_has_the_bits_of_fused_logp(device: str, dtype: torch.dt
     results = rl_logp.fused_logp_entropy(leaf, case.target, return_lse=True, **options)
     logp, lse = rl_logp.fused_logp(leaf, case.target, return_lse=True, **options)
     _, entropy = rl_logp.fused_logp_entropy(leaf, case.target, **options)
-    assert_same_bits(
-        EntropyResult(*(r.detach() for r in results), leaf),
-        EntropyResult(logp.detach(), entropy.detach(), lse.detach(), leaf),
-        "with lse",
-    )
+    expected = {"logp": logp, "entropy": entropy, "lse": lse}
+    for result, (name, right) in zip(results, expected.items(), strict=True):
+        assert_bitwise_equal(result.detach(), right.detach(), name)
     # Its gradient alone is fused_logp's, and beside the others' it is that of the operator.
     actual, expected = (
         torch.autograd.grad(r, leaf, case.grad_lse, retain_graph=True)[0] for r in (results[2], lse)
@@ -423,6 +484,9 @@ SCORES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "fused_logp_entropy": lambda x, t: torch.stack(rl_logp.fused_logp_entropy(x, t)),
     "fused_logp_entropy, return_lse": lambda x, t: torch.stack(
         [result.float() for result in rl_logp.fused_logp_entropy(x, t, return_lse=True)]
+    ),
+    "fused_logp_entropy, entropy_of_ignored": lambda x, t: torch.stack(
+        rl_logp.fused_logp_entropy(x, t, entropy_of_ignored=False)
     ),
     "fused_entropy": lambda x, t: rl_logp.fused_entropy(x),
     "vocab_parallel_logp_entropy": (

@@ -138,17 +138,19 @@ def test_fused_entropy(
 
 
 @forms
+@pytest.mark.parametrize("all_rows", [False, True], ids=["targets' rows", "all rows"])
 def test_fused_logp_entropy_forward(
-    device: str, dtype: torch.dtype, rows: int, strided: bool, requires_grad: bool
+    device: str, dtype: torch.dtype, rows: int, strided: bool, requires_grad: bool, all_rows: bool
 ) -> None:
     case = arguments(dtype, rows, strided, requires_grad, device)
     op = ops.fused_logp_entropy_forward.default
+    args = (*case[:3], False, all_rows)
     if not requires_grad:
-        return opcheck(op, *case[:3])
+        return opcheck(op, *args)
     # The last utility differentiates every output, and the mean refuses.
-    opcheck(op, *case[:3], utilities=UTILITIES[:-1])
+    opcheck(op, *args, utilities=UTILITIES[:-1])
     with pytest.raises(OpCheckError, match="expected no gradient towards mean"):
-        opcheck(op, *case[:3], utilities=UTILITIES[-1:])
+        opcheck(op, *args, utilities=UTILITIES[-1:])
 
 
 @forms

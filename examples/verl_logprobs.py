@@ -16,6 +16,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +40,17 @@ PROCESSES = 2
 def logprobs_from_logits(
     logits: Tensor, labels: Tensor, inplace_backward: bool = True, temperature: Any = 1.0
 ) -> Tensor:
-    """For verl.utils.torch_functional. fp32; logits are never written, so inplace_backward is moot.
+    """For verl.utils.torch_functional. fp32; the gradient takes the logits' place, as in verl.
+
+    So nothing may read them once the backward has begun, and a leaf is refused: pass
+    inplace_backward=False there, as verl does where it takes an entropy of the same logits.
 
     The temperature is what verl has no argument for: it divides the logits beforehand, in their own
     dtype.
     """
-    return rl_logp.fused_logp(logits, labels, temperature=temperature)
+    return rl_logp.fused_logp(
+        logits, labels, temperature=temperature, inplace_backward=inplace_backward
+    )
 
 
 def vocab_parallel_log_probs_from_logits(logits: Tensor, labels: Tensor, group: Any) -> Tensor:
@@ -193,13 +199,15 @@ def main() -> int:
     torch.set_num_threads(1)
     name, theirs = verl_whole()
     print(f"torch {torch.__version__}; {served_by('cpu', torch.bfloat16)}")
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (torch.float32, torch.bfloat16):  # of a leaf, which cannot be overwritten
         logits, labels = made(rows, dtype)
-        ways = {name: theirs, "rl_logp": logprobs_from_logits}
+        ways = {name: theirs, "rl_logp": partial(logprobs_from_logits, inplace_backward=False)}
         compare(f"logprobs_from_logits of [{rows}, {VOCAB_SIZE}], {dtype}", ways, logits, labels)
     ways = {
         f"{name}, of logits / T": lambda x, t: theirs(x / torch.tensor(TEMPERATURE).to(x.dtype), t),
-        "rl_logp, temperature=T": lambda x, t: logprobs_from_logits(x, t, temperature=TEMPERATURE),
+        "rl_logp, temperature=T": partial(
+            logprobs_from_logits, inplace_backward=False, temperature=TEMPERATURE
+        ),
     }
     compare(f"The same at T = {TEMPERATURE}", ways, logits, labels, TEMPERATURE)
     return 1 if shared_vocabulary(rows) else 0

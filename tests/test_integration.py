@@ -8,12 +8,14 @@ import importlib
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from calls import kernel_serves
 
 import rl_logp
 from rl_logp.testing import assert_bitwise_equal
@@ -53,6 +55,36 @@ def test_the_package_imports_none_of_them() -> None:
 def test_verl_runs_and_two_processes_change_no_bit() -> None:
     output = run("verl_logprobs.py", "--rows", "64")
     assert re.search(r"^rl_logp +0 of 64 +0\.0e\+00 ", output, re.MULTILINE), output
+
+
+@pytest.mark.parametrize("divided", [False, True], ids=["temperature=", "divided in place"])
+def test_verl_has_its_gradient_in_place(monkeypatch: pytest.MonkeyPatch, divided: bool) -> None:
+    """What a step holds is what docs/integration.md says, and its gradient has the same bits."""
+    if not kernel_serves("cpu", torch.bfloat16):
+        pytest.skip("the chunked fallback serves bfloat16 on a CPU, and has a workspace")
+    score = example("verl_logprobs", monkeypatch).logprobs_from_logits
+    peak_bytes = example("op_cost", monkeypatch).peak_bytes
+    hidden = torch.randn(1, 64, 4).bfloat16().requires_grad_()
+    weight = torch.randn(8192, 4).bfloat16()
+    labels = torch.randint(8192, (64,))
+
+    def step(**option: bool) -> None:
+        hidden.grad = None
+        logits = F.linear(hidden, weight).squeeze(0)
+        temperature = 0.7
+        if divided:
+            logits.div_(temperature)
+            temperature = 1.0
+        score(logits, labels, temperature=temperature, **option).sum().backward()
+
+    peaks, grads = [], []
+    for option in ({"inplace_backward": False}, {}):  # in place by default, as verl's own
+        step(**option)
+        hidden.grad = None
+        peaks.append(round(peak_bytes(partial(step, **option), "cpu") / (64 * 8192 * 2)))
+        grads.append(hidden.grad)
+    assert peaks == ([5, 5] if divided else [2, 1])
+    assert_bitwise_equal(grads[1], grads[0], "the gradient of the hidden states")
 
 
 # --- TRL ------------------------------------------------------------------------------------------

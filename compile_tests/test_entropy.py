@@ -31,6 +31,9 @@ FUNCTIONS: dict[str, Callable] = {
         rl_logp.fused_logp_entropy, return_lse=True, entropy_of_ignored=False
     ),
     "fused_entropy": lambda logits, target, **options: rl_logp.fused_entropy(logits, **options),
+    "vocab_parallel_entropy": (
+        lambda logits, target, **options: rl_logp.vocab_parallel_entropy(logits, **options)
+    ),
     "vocab_parallel_logp_entropy": rl_logp.vocab_parallel_logp_entropy,
 }
 every_function = pytest.mark.parametrize("score", FUNCTIONS.values(), ids=FUNCTIONS)
@@ -42,7 +45,10 @@ every_function = pytest.mark.parametrize("score", FUNCTIONS.values(), ids=FUNCTI
 def test_compiled_has_eagers_bits(
     device: str, backend: str, dtype: torch.dtype, score: Callable
 ) -> None:
-    if dtype == torch.float64 and score is rl_logp.vocab_parallel_logp_entropy:
+    if dtype == torch.float64 and score in (
+        FUNCTIONS["vocab_parallel_entropy"],
+        FUNCTIONS["vocab_parallel_logp_entropy"],
+    ):
         pytest.skip("fp64 has no states")
     assert_compiled_is_eager(score, *inputs(5, 97, dtype=dtype, device=device), backend=backend)
 

@@ -151,6 +151,15 @@ def plain_shards(rank: int, size: int, device: str, of: str = "logp") -> dict[An
                 shard = logits[..., start:end].clone().requires_grad_()
                 outputs = run(shard, target)
                 results = (*(out.detach() for out in outputs), *gradients(outputs, shard))
+                if of == "entropy" and backend == "eager":
+                    alone = rl_logp.vocab_parallel_entropy(
+                        shard,
+                        group=group,
+                        vocab_start=start,
+                        vocab_size=cuts[-1],
+                        temperature=TEMPERATURE,
+                    )
+                    assert torch.equal(alone, outputs[1])
                 gathers = sum(
                     calls(graph, torch.ops._c10d_functional.all_gather_into_tensor)
                     for graph in graphs

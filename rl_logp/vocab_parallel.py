@@ -155,10 +155,43 @@ def vocab_parallel_logp_entropy(
     return logp, entropy
 
 
+def vocab_parallel_entropy(
+    logits_shard: Tensor,
+    *,
+    group: Any = None,
+    vocab_start: Optional[int] = None,
+    vocab_size: Optional[int] = None,
+    temperature: Union[float, Tensor] = 1.0,
+    require_aligned: bool = False,
+    require_kernel: bool = False,
+) -> Tensor:
+    r"""As :func:`rl_logp.fused_entropy`, of logits whose vocabulary a process group shares.
+
+    Args: as for :func:`vocab_parallel_logp_entropy`, which says what raises as well.
+
+    Returns:
+        ``entropy``, with the bits that ``vocab_parallel_logp_entropy`` has.
+
+    >>> import torch, rl_logp
+    >>> rl_logp.vocab_parallel_entropy(torch.zeros(2, 4))
+    tensor([1.3863, 1.3863])
+    """
+    return _score(
+        "vocab_parallel_entropy",
+        logits_shard,
+        None,
+        (group, vocab_start, vocab_size),
+        temperature,
+        require_aligned,
+        require_kernel,
+        with_entropy=True,
+    )[1]
+
+
 def _score(
     caller: str,
     logits: Tensor,
-    target: Tensor,
+    target: Optional[Tensor],
     layout: tuple[Any, Optional[int], Optional[int]],
     temperature: Union[float, Tensor],
     require_aligned: bool,

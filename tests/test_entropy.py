@@ -489,6 +489,7 @@ SCORES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         rl_logp.fused_logp_entropy(x, t, entropy_of_ignored=False)
     ),
     "fused_entropy": lambda x, t: rl_logp.fused_entropy(x),
+    "vocab_parallel_entropy": lambda x, t: rl_logp.vocab_parallel_entropy(x),
     "vocab_parallel_logp_entropy": (
         lambda x, t: torch.stack(rl_logp.vocab_parallel_logp_entropy(x, t))
     ),
@@ -603,6 +604,7 @@ def test_a_kernel_that_is_required_and_not_there(
         lambda: rl_logp.fused_logp_entropy(logits, target, require_kernel=True),
         lambda: rl_logp.fused_entropy(logits, require_kernel=True),
         lambda: rl_logp.vocab_parallel_logp_entropy(logits, target, require_kernel=True),
+        lambda: rl_logp.vocab_parallel_entropy(logits, require_kernel=True),
     ):
         with pytest.raises(RuntimeError, match="expected a compiled kernel"):
             require()

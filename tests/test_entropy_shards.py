@@ -245,15 +245,16 @@ def test_nothing_but_the_states_is_gathered(
     sent: list[Tensor] = []
     shards = [(0, case.logits[..., :cut]), (cut, case.logits[..., cut:])]
 
+    options: dict[str, Any] = {
+        "group": group,
+        "vocab_size": 96,
+        "temperature": case.temperature,
+        "require_aligned": True,
+    }
+
     def score(start: int, logits: Tensor) -> tuple[Tensor, Tensor]:
         return rl_logp.vocab_parallel_logp_entropy(
-            logits,
-            case.target,
-            group=group,
-            vocab_start=start,
-            vocab_size=96,
-            temperature=case.temperature,
-            require_aligned=True,
+            logits, case.target, vocab_start=start, **options
         )
 
     def keep(states: Tensor, group: object) -> Tensor:
@@ -270,6 +271,14 @@ def test_nothing_but_the_states_is_gathered(
         logp, entropy = score(*shard)
         assert_bitwise_equal(logp, expected.logp, "logp")
         assert_bitwise_equal(entropy, expected.entropy, "entropy")
+    sent.clear()
+    monkeypatch.setattr(_shard, "all_gather", keep)
+    for start, logits in shards:
+        rl_logp.vocab_parallel_entropy(logits, vocab_start=start, **options)
+    monkeypatch.setattr(_shard, "all_gather", lambda states, group: torch.cat(sent))
+    for start, logits in shards:
+        alone = rl_logp.vocab_parallel_entropy(logits, vocab_start=start, **options)
+        assert_bitwise_equal(alone, expected.entropy, "entropy alone")
 
 
 def test_errors_name_the_function_that_was_called(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,6 +292,8 @@ def test_errors_name_the_function_that_was_called(monkeypatch: pytest.MonkeyPatc
         score(logits, target, group=two, vocab_start=8, vocab_size=40, require_aligned=True)
     with pytest.raises(TypeError, match=r"^fused_logp: expected a shard of logits of dtype"):
         score(logits.double(), target)
+    with pytest.raises(ValueError, match=r"^vocab_parallel_entropy: expected the whole voc"):
+        rl_logp.vocab_parallel_entropy(logits, vocab_start=0, vocab_size=64)
 
 
 @pytest.mark.parametrize("width", [8, 12, 14])

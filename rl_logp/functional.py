@@ -1,6 +1,7 @@
 """The public functions."""
 
-from typing import Literal, Union, overload
+import numbers
+from typing import Literal, Optional, Union, overload
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ def fused_logp(
     logits: Tensor,
     target: Tensor,
     *,
-    temperature: Union[float, Tensor] = ...,
+    temperature: Union[float, Tensor, None] = ...,
     return_lse: Literal[False] = ...,
     require_kernel: bool = ...,
     inplace_backward: bool = ...,
@@ -23,7 +24,7 @@ def fused_logp(
     logits: Tensor,
     target: Tensor,
     *,
-    temperature: Union[float, Tensor] = ...,
+    temperature: Union[float, Tensor, None] = ...,
     return_lse: Literal[True],
     require_kernel: bool = ...,
     inplace_backward: bool = ...,
@@ -33,7 +34,7 @@ def fused_logp(
     logits: Tensor,
     target: Tensor,
     *,
-    temperature: Union[float, Tensor] = ...,
+    temperature: Union[float, Tensor, None] = ...,
     return_lse: bool,
     require_kernel: bool = ...,
     inplace_backward: bool = ...,
@@ -44,7 +45,7 @@ def fused_logp(
     logits: Tensor,
     target: Tensor,
     *,
-    temperature: Union[float, Tensor] = 1.0,
+    temperature: Union[float, Tensor, None] = 1.0,
     return_lse: bool = False,
     require_kernel: bool = False,
     inplace_backward: bool = False,
@@ -62,8 +63,8 @@ def fused_logp(
         target: ``[...]``, int32 or int64. A target outside ``[0, V)``, whichever, is ignored: its
             ``logp`` and its row's gradient are exactly 0.
         temperature: a number, or an fp32 tensor, 0-dim or of target's shape, on logits' device;
-            > 0 and finite. It gets no gradient. In compiled code a number is a constant of the
-            graph, and a tensor is not.
+            > 0 and finite; None means 1. It gets no gradient. In compiled code a number is a
+            constant of the graph, and a tensor is not.
         return_lse: also return ``logsumexp(y)``, of every row, ignored ones too. It is
             differentiable.
         require_kernel: raise RuntimeError where the chunked fallback would serve the call.
@@ -123,7 +124,7 @@ def fused_logp_entropy(
     logits: Tensor,
     target: Tensor,
     *,
-    temperature: Union[float, Tensor] = ...,
+    temperature: Union[float, Tensor, None] = ...,
     return_lse: Literal[False] = ...,
     entropy_of_ignored: bool = ...,
     require_kernel: bool = ...,
@@ -134,7 +135,7 @@ def fused_logp_entropy(
     logits: Tensor,
     target: Tensor,
     *,
-    temperature: Union[float, Tensor] = ...,
+    temperature: Union[float, Tensor, None] = ...,
     return_lse: Literal[True],
     entropy_of_ignored: bool = ...,
     require_kernel: bool = ...,
@@ -145,7 +146,7 @@ def fused_logp_entropy(
     logits: Tensor,
     target: Tensor,
     *,
-    temperature: Union[float, Tensor] = ...,
+    temperature: Union[float, Tensor, None] = ...,
     return_lse: bool,
     entropy_of_ignored: bool = ...,
     require_kernel: bool = ...,
@@ -157,7 +158,7 @@ def fused_logp_entropy(
     logits: Tensor,
     target: Tensor,
     *,
-    temperature: Union[float, Tensor] = 1.0,
+    temperature: Union[float, Tensor, None] = 1.0,
     return_lse: bool = False,
     entropy_of_ignored: bool = True,
     require_kernel: bool = False,
@@ -180,17 +181,17 @@ def fused_logp_entropy(
 
     Returns:
         ``(logp, entropy)``, or ``(logp, entropy, lse)``, of target's shape. Unless
-        ``entropy_of_ignored=False``, a row whose target is ignored has a ``logp`` of 0, its entropy,
-        and the entropy's gradient. Detach an entropy that is only looked at:
-        the gradient is then that of ``fused_logp``, at its cost.
+        ``entropy_of_ignored=False``, a row whose target is ignored has a ``logp`` of 0, its
+        entropy, and the entropy's gradient. Detach an entropy that is only looked at: the gradient
+        is then that of ``fused_logp``, at its cost.
 
     Raises:
         As ``fused_logp``, and ValueError for more than 2^30 columns where a kernel serves the call.
 
-    ``logp`` and ``lse`` have the bits of ``fused_logp``; the entropy and the gradient have bits that depend on
-    the row alone, as those of ``fused_logp`` do. The gradient of a row whose entropy has an
-    upstream gradient of 0 has the bits of ``fused_logp``. An entropy is at least 0. It is NaN where
-    a row holds NaN or ``+inf``, or nothing but ``-inf``, as ``torch.log_softmax`` is.
+    ``logp`` and ``lse`` have the bits of ``fused_logp``; the entropy and the gradient have bits
+    that depend on the row alone, as those of ``fused_logp`` do. The gradient of a row whose entropy
+    has an upstream gradient of 0 has the bits of ``fused_logp``. An entropy is at least 0. It is
+    NaN where a row holds NaN or ``+inf``, or nothing but ``-inf``, as ``torch.log_softmax`` is.
 
     >>> import torch, rl_logp
     >>> logits = torch.tensor([[0.0, 1.0], [0.0, 3.0]], requires_grad=True)
@@ -232,7 +233,7 @@ def fused_logp_entropy(
 def fused_entropy(
     logits: Tensor,
     *,
-    temperature: Union[float, Tensor] = 1.0,
+    temperature: Union[float, Tensor, None] = 1.0,
     require_kernel: bool = False,
     inplace_backward: bool = False,
 ) -> Tensor:
@@ -265,10 +266,15 @@ def fused_entropy(
     return torch.ops.rl_logp.fused_entropy(logits, scale, inplace_backward)
 
 
-def temperature_tensor(temperature: Union[float, Tensor], logits: Tensor):
+def temperature_tensor(temperature: Union[float, Tensor, None], logits: Tensor):
     """None for a temperature of 1, whose division changes no bit; else an fp32 tensor."""
-    if isinstance(temperature, Tensor):
+    if temperature is None or isinstance(temperature, Tensor):
         return temperature
+    if not isinstance(temperature, (numbers.Real, torch.SymInt, torch.SymFloat)):
+        raise TypeError(
+            "fused_logp: expected temperature as a number, a tensor or None,"
+            f" got {type(temperature).__name__}"
+        )
     if temperature == 1.0:
         return None
     # Smaller and larger numbers may round to 0 and to infinity in fp32.
@@ -287,7 +293,7 @@ class FusedLogp(torch.nn.Module):
 
     def __init__(
         self,
-        temperature: float = 1.0,
+        temperature: Optional[float] = 1.0,
         return_lse: bool = False,
         require_kernel: bool = False,
         inplace_backward: bool = False,

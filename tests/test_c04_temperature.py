@@ -85,3 +85,14 @@ def test_the_gradient_is_that_of_the_divided_logits_over_the_temperature(
     if not kernel_serves(device, dtype):
         assert_bitwise_equal(actual.dlogits, chained, "the fallback's dlogits")
     assert_as_accurate(actual.dlogits, chained, exact(case).dlogits, "dlogits")
+
+
+def test_none_is_a_temperature_of_1(device: str) -> None:
+    logits, target, *_ = sample((9, 33), device=device)
+    for score in (rl_logp.fused_logp, rl_logp.vocab_parallel_logp):
+        actual = score(logits, target, temperature=None)
+        assert_bitwise_equal(actual, score(logits, target), "logp")
+    actual = rl_logp.FusedLogp(temperature=None)(logits, target)
+    assert_bitwise_equal(actual, rl_logp.fused_logp(logits, target), "of a module")
+    actual = rl_logp.fused_entropy(logits, temperature=None)
+    assert_bitwise_equal(actual, rl_logp.fused_entropy(logits), "entropy")

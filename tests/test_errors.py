@@ -1,6 +1,7 @@
 """Every way to call it wrong, by exact message: what was expected, and what came."""
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -125,6 +126,16 @@ def test_a_number_that_is_no_temperature(value: float) -> None:
         rl_logp.fused_logp(LOGITS, TARGET, temperature=value)
     with raises(ValueError, no_temperature(str(value))):
         rl_logp.fused_logp(LOGITS.to("meta"), TARGET.to("meta"), temperature=value)
+
+
+@pytest.mark.parametrize("value", ["0.7", [0.7], (), 1j], ids=str)
+def test_what_is_neither_a_number_nor_a_tensor(value: Any) -> None:
+    message = f"expected temperature as a number, a tensor or None, got {type(value).__name__}"
+    for score in (rl_logp.fused_logp, rl_logp.fused_logp_entropy, rl_logp.vocab_parallel_logp):
+        with raises(TypeError, f"fused_logp: {message}"):
+            score(LOGITS, TARGET, temperature=value)
+    with raises(TypeError, f"fused_logp: {message}"):
+        rl_logp.fused_entropy(LOGITS, temperature=value)
 
 
 @pytest.mark.parametrize("value", [0.0, -1.5, float("nan"), INF])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rl_logp._elementary import exp
-from rl_logp.chunked_entropy import column_factor, mean_below
+from rl_logp.chunked_entropy import gradient, mean_below
 
 # Elements of workspace, in fp32 (twice the bytes each, half the number, in fp64): a chunk of y and
 # one of its (log_)softmax, and for an entropy a third. A single row is never cut, so a longer row
@@ -144,7 +144,7 @@ def backward(
     Bitwise, for any ``chunk_rows``: ``softmax(y)`` minus one-hot, times ``-grad_logp``, cast. Where
     ``grad_lse`` is not 0 the row is ``p * (grad_lse - grad_logp)``, and at the target that of
     ``grad_logp`` plus ``p * grad_lse``. A ``grad_entropy``, which takes the rows' ``mean``, adds
-    ``grad_entropy * (mean - y)`` to ``grad_lse``.
+    ``grad_entropy * (p * (mean - y))``.
 
     ``sharded`` takes the softmax from ``lse`` even where the shard is the whole row, so that the
     bits do not tell how the vocabulary was cut.
@@ -159,9 +159,9 @@ def backward(
         y = scaled(logits, temperature, rows, first_row)
         first_row += y[..., 0].numel()
         p = torch.softmax(y, -1) if whole_row else _shard_softmax(y, _columns(lse, rows))
-        factor = None  # of p, beside that of grad_logp and grad_lse
+        of_entropy = None
         if grad_entropy is not None and mean is not None:
-            factor = column_factor(y, p, _columns(mean, rows), _columns(grad_entropy, rows))
+            of_entropy = gradient(y, p, _columns(mean, rows), _columns(grad_entropy, rows))
         del y
         column, here, ignored = local_target(target, rows, vocab_start, columns, vocab_size)
         zero = torch.zeros((), dtype=p.dtype, device=p.device)
@@ -170,17 +170,18 @@ def backward(
         unreached = (g == 0) & (g_lse == 0)
         if grad_entropy is not None:
             unreached = unreached & (_columns(grad_entropy, rows) == 0)
-        if grad_lse is None and factor is None:
+        if grad_lse is None:
             p.scatter_(-1, column, p.gather(-1, column) - here.to(p.dtype)).mul_(-g)
         else:
             at_target = p.gather(-1, column)
-            added = g_lse if factor is None else factor.gather(-1, column) + g_lse
-            # As with grad_logp alone, so that a row without the others has the bits of that.
+            # As with grad_logp alone, so that a row without the other has the bits of that.
             from_logp = (at_target - 1) * -g
-            from_all = torch.where(added == 0, from_logp, from_logp + at_target * added)
-            p.mul_(g_lse - g if factor is None else factor.add_(g_lse).sub_(g))
-            p.scatter_(-1, column, torch.where(here, from_all, p.gather(-1, column)))
-        del factor
+            from_both = torch.where(g_lse == 0, from_logp, from_logp + at_target * g_lse)
+            p.mul_(g_lse - g)
+            p.scatter_(-1, column, torch.where(here, from_both, p.gather(-1, column)))
+        if of_entropy is not None:
+            p.add_(of_entropy)
+        del of_entropy
         if temperature is not None:
             p.div_(_columns(temperature, rows).to(p.dtype))
         # A row without an upstream gradient is exactly zero, whatever its logits: not 0 * inf.

@@ -33,13 +33,15 @@ def _sum_tree(terms: Tensor) -> Tensor:
     return terms.squeeze(-1)
 
 
-def column_factor(y: Tensor, p: Tensor, mean: Tensor, grad_entropy: Tensor) -> Tensor:
-    """What the gradient of the entropy, ``grad_entropy * p * (mean - y)``, multiplies p by.
+def gradient(y: Tensor, p: Tensor, mean: Tensor, grad_entropy: Tensor) -> Tensor:
+    """``grad_entropy * (p * (mean - y))``, in that order, which overflows where the result does.
 
     y is written to. ``mean`` is fp64; it and ``grad_entropy`` broadcast over the columns. Where p
-    is 0, y may be infinitely far from the mean, and the factor is 0.
+    is 0, y may be infinitely far from the mean, and the gradient is 0. Where ``grad_entropy`` is 0
+    it is -0, which changes no bit of what it is added to.
     """
     high = mean.to(y.dtype)
     low = (mean - high.double()).to(y.dtype)
     # The first difference is exact near the mean, where a rounded mean would show.
-    return y.sub_(high).sub_(low).masked_fill_(p == 0, 0).mul_(-grad_entropy)
+    y.sub_(high).sub_(low).masked_fill_(p == 0, 0).mul_(p).mul_(-grad_entropy)
+    return y.masked_fill_(grad_entropy == 0, -0.0)

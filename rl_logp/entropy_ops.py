@@ -87,9 +87,10 @@ def _fused_logp_entropy_with_lse_vmap(info, in_dims, *args):
 
 
 def _fused_entropy_vmap(info, in_dims, logits: Tensor, *options):
-    sample = logits if in_dims[0] is None else logits.select(in_dims[0], 0)
-    in_dims = (in_dims[0], None, *in_dims[1:])
-    logits, _, *options = batched(info, in_dims, logits, no_target(sample), *options)
+    dim = None if in_dims[0] is None else 0
+    logits = logits if dim is None else logits.movedim(in_dims[0], dim)
+    in_dims = (dim, dim, *in_dims[1:])
+    logits, _, *options = batched(info, in_dims, logits, no_target(logits), *options)
     return torch.ops.rl_logp.fused_entropy(logits, *options), 0
 
 

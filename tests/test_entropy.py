@@ -217,6 +217,24 @@ def test_a_confident_row_keeps_its_small_entropy(device: str, gap: float) -> Non
     assert rl_logp.fused_entropy(logits).item() == pytest.approx(expected, rel=3e-7)
 
 
+@every_dtype
+@pytest.mark.parametrize("of_shards", [False, True], ids=["whole", "shards"])
+def test_a_gradient_overflows_where_the_result_does(
+    device: str, dtype: torch.dtype, of_shards: bool
+) -> None:
+    """grad_entropy * (mean - y) is beyond fp32, times p it is not."""
+    row = torch.tensor([[1.0, 2.0, 3.0, 0.5]], device=device).to(dtype)
+    upstream = torch.full((1,), 3e38, device=device)
+    leaf = row.float().requires_grad_()  # fp16 could not hold it
+    score = rl_logp.vocab_parallel_entropy if of_shards else rl_logp.fused_entropy
+    (dlogits,) = torch.autograd.grad(score(leaf), leaf, upstream)
+    exact = reference(
+        row.float(), torch.tensor([-1], device=device), grad_entropy=upstream.double()
+    ).dlogits
+    assert bool(dlogits.isfinite().all())
+    torch.testing.assert_close(dlogits.double(), exact.double(), rtol=2e-6, atol=0)
+
+
 def test_an_ignored_row_has_its_entropy_and_the_entropys_gradient(device: str) -> None:
     case = sample((9, 33), torch.float32, device)
     target = torch.tensor([-100, 33, 2**32 + 5] * 3, device=device)
@@ -524,6 +542,15 @@ def test_vmap(device: str, score: Callable) -> None:
         warnings.simplefilter("ignore", UserWarning)  # no batching rule for the pieces of shards
         actual = torch.vmap(score, out_dims=-2)(*case[:2])
     assert_bitwise_equal(actual, score(*case[:2]), "vmap")
+
+
+@pytest.mark.parametrize("name", [name for name in SCORES if name.startswith("fused")])
+def test_vmap_over_no_samples(device: str, name: str) -> None:
+    """Of shards torch refuses it: their operators have no batching rule."""
+    logits, target = torch.zeros(1, 3, 5, device=device), torch.zeros(1, 3, device=device).long()
+    of_one = torch.vmap(SCORES[name])(logits, target)
+    actual = torch.vmap(SCORES[name])(logits[:0], target[:0])
+    assert actual.shape == (0, *of_one.shape[1:])
 
 
 @pytest.mark.parametrize("logits_dim", [0, 1, -1, None], ids=str)

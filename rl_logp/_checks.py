@@ -80,7 +80,7 @@ def forward(
     if temperature.dim() and temperature.shape != target.shape:
         raise ValueError(
             f"fused_logp: expected a 0-dim temperature or one of shape {tuple(target.shape)}, the"
-            f" shape of target, got {tuple(temperature.shape)}"
+            f" leading shape of logits, got {tuple(temperature.shape)}"
         )
     _same_device("temperature", temperature, logits)
 

@@ -174,19 +174,22 @@ def test_a_tensor_that_is_no_temperature(value: float, form: str) -> None:
         pytest.param(
             torch.ones(1),
             ValueError,
-            "expected a 0-dim temperature or one of shape (4,), the shape of target, got (1,)",
+            "expected a 0-dim temperature or one of shape (4,), the leading shape of logits,"
+            " got (1,)",
             id="one element",
         ),
         pytest.param(
             torch.ones(4, 1),
             ValueError,
-            "expected a 0-dim temperature or one of shape (4,), the shape of target, got (4, 1)",
+            "expected a 0-dim temperature or one of shape (4,), the leading shape of logits,"
+            " got (4, 1)",
             id="as it would broadcast over columns",
         ),
         pytest.param(
             torch.ones(7),
             ValueError,
-            "expected a 0-dim temperature or one of shape (4,), the shape of target, got (7,)",
+            "expected a 0-dim temperature or one of shape (4,), the leading shape of logits,"
+            " got (7,)",
             id="one a column",
         ),
         pytest.param(
@@ -202,6 +205,8 @@ def test_the_form_of_a_temperature(
 ) -> None:
     with raises(error, f"fused_logp: {message}"):
         rl_logp.fused_logp(LOGITS, TARGET, temperature=temperature)
+    with raises(error, f"fused_logp: {message}"):
+        rl_logp.fused_entropy(LOGITS, temperature=temperature)  # which has no target to speak of
 
 
 @pytest.mark.parametrize("logits_too", [False, True], ids=["temperature alone", "logits too"])

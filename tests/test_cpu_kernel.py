@@ -407,6 +407,6 @@ def test_an_entropy_without_its_mean_is_refused() -> None:
         ops._fused_logp_forward_out(logits, target, None, True, row, double, row.clone())
     with pytest.raises(RuntimeError, match=together):
         ops._fused_logp_combine_out(states, target, 5, row, double)
+    backward = (logits, target, None, double, 0, 5, torch.empty_like(logits))
     with pytest.raises(RuntimeError, match="expected a mean with grad_entropy"):
-        backward = (logits, target, None, double, 0, 5, torch.empty_like(logits))
         ops._fused_logp_backward_out(row, None, *backward, row.clone())

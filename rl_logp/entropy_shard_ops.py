@@ -30,6 +30,7 @@ def _partial(
 
 
 def _partial_fake(logits, target, temperature, vocab_start, vocab_size):
+    _checks.entropy_columns(vocab_size)
     return partial_fake(
         logits, target, temperature, True, vocab_start, vocab_size, _state.WEIGHTED_WORDS
     )
@@ -62,6 +63,7 @@ def _combine(
 
 def _combine_fake(states, target, vocab_size):
     _checks.combine(states, target, _state.WEIGHTED_WORDS)
+    _checks.entropy_columns(vocab_size)
     return _outputs(states, target)
 
 

@@ -34,6 +34,7 @@ from test_c10_inputs import whole_storage
 from test_c15_chunked import CHUNK_ROWS
 from test_fuzz import Arguments, all_arguments
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import rl_logp
 from rl_logp import _library, _shard, chunked
@@ -595,6 +596,14 @@ def test_a_vocabulary_of_more_columns_than_states_count(device: str) -> None:
     OPS.fused_logp_entropy_combine(states, target, 2**30)
     with pytest.raises(ValueError, match=message):
         OPS.fused_logp_entropy_combine(states, target, 2**30 + 1)
+    with FakeTensorMode() as mode:  # a compiler is told so when it traces
+        logits, target, states = map(mode.from_tensor, (logits, target, states))
+        with pytest.raises(ValueError, match=message):
+            OPS.fused_logp_entropy_partial(logits, target, None, 0, 2**30 + 1)
+        with pytest.raises(ValueError, match=message):
+            OPS.fused_logp_entropy_combine(states, target, 2**30 + 1)
+        with pytest.raises(ValueError, match=message):
+            OPS.fused_logp_entropy_shard(logits, target, None, states, 0, 2**30 + 1)
 
 
 @pytest.mark.parametrize("name", ["grad_entropy", "mean"])

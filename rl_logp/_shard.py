@@ -52,12 +52,21 @@ def all_gather(states: Tensor, group: Any) -> Tensor:
     return collectives.wait_tensor(getattr(collectives, name)(states, 0, group))
 
 
-def is_dtensor(tensor: Tensor) -> bool:
+def is_dtensor(tensor: Optional[Tensor]) -> bool:
     if not dist.is_available():
         return False
     from torch.distributed.tensor import DTensor
 
     return isinstance(tensor, DTensor)
+
+
+def check_plain(caller: str, **of_rows: Optional[Tensor]) -> None:
+    """Raises ValueError for a DTensor beside logits that are none."""
+    for name, tensor in of_rows.items():
+        if is_dtensor(tensor):
+            raise ValueError(
+                f"{caller}: expected {name} as a plain tensor, as logits are, got a DTensor"
+            )
 
 
 def check(caller: str, vocab_start: int, columns: int, vocab_size: int, shards: int) -> None:

@@ -114,6 +114,8 @@ def fused_logp(
             logp, lse = _dtensor.score("fused_logp", logits, target, scale, all_rows=return_lse)
             return (logp, lse) if return_lse else logp
         target, scale = _dtensor.per_row("fused_logp", logits, target=target, temperature=scale)
+    else:
+        _shard.check_plain("fused_logp", target=target, temperature=scale)
     if not return_lse:
         return torch.ops.rl_logp.fused_logp(logits, target, scale, inplace_backward)
     return torch.ops.rl_logp.fused_logp_with_lse(logits, target, scale, inplace_backward)
@@ -224,6 +226,8 @@ def fused_logp_entropy(
         target, scale = _dtensor.per_row(
             "fused_logp_entropy", logits, target=target, temperature=scale
         )
+    else:
+        _shard.check_plain("fused_logp_entropy", target=target, temperature=scale)
     options = (inplace_backward, entropy_of_ignored)
     if not return_lse:
         return torch.ops.rl_logp.fused_logp_entropy(logits, target, scale, *options)
@@ -263,6 +267,8 @@ def fused_entropy(
                 raise _dtensor.no_inplace_backward(logits)
             return _dtensor.score("fused_entropy", logits, None, scale, with_entropy=True)[1]
         (scale,) = _dtensor.per_row("fused_entropy", logits, temperature=scale)
+    else:
+        _shard.check_plain("fused_entropy", temperature=scale)
     return torch.ops.rl_logp.fused_entropy(logits, scale, inplace_backward)
 
 

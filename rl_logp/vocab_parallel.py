@@ -213,6 +213,7 @@ def _score(
         return _dtensor.score(
             caller, logits, target, scale, require_aligned=require_aligned, **wanted
         )
+    _shard.check_plain(caller, target=target, temperature=scale)
     group, vocab_start, vocab_size = layout
     shards = 1 if group is None else dist.get_world_size(group)
     if shards > 1 and (vocab_start is None or vocab_size is None):

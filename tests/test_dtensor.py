@@ -207,6 +207,30 @@ def test_what_cannot_be_scored_is_said_of_the_function_that_was_called(
         score(logits, TARGET)
 
 
+@pytest.mark.parametrize("name", ["target", "temperature"])
+@pytest.mark.parametrize(
+    "score",
+    [
+        rl_logp.fused_logp,
+        rl_logp.fused_logp_entropy,
+        rl_logp.fused_entropy,
+        rl_logp.vocab_parallel_logp,
+        rl_logp.vocab_parallel_logp_entropy,
+        rl_logp.vocab_parallel_entropy,
+    ],
+)
+def test_a_dtensor_beside_plain_logits(mesh: DeviceMesh, score: Callable, name: str) -> None:
+    plain = {"target": TARGET, "temperature": torch.ones(4, 6)}
+    if score in (rl_logp.fused_entropy, rl_logp.vocab_parallel_entropy):
+        del plain["target"]
+    if name not in plain:
+        pytest.skip("it takes no target")
+    given = {**plain, name: distribute_tensor(plain[name], mesh, [Replicate(), Replicate()])}
+    message = f"{score.__name__}: expected {name} as a plain tensor, as logits are, got a DTensor"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        score(LOGITS, **given)
+
+
 # --- inplace_backward=True ------------------------------------------------------------------------
 ROWS = [
     (Replicate(), Replicate()),

@@ -23,8 +23,8 @@ SECOND = (
 Score = Callable[[Tensor, Tensor], Tensor]
 
 
-def logp_and_bonus(logits: Tensor, target: Tensor, **options: bool) -> Tensor:
-    logp, entropy = rl_logp.fused_logp_entropy(logits, target, **options)
+def logp_and_bonus(logits: Tensor, target: Tensor, inplace_backward: bool = False) -> Tensor:
+    logp, entropy = rl_logp.fused_logp_entropy(logits, target, inplace_backward=inplace_backward)
     return logp + 0.5 * entropy
 
 

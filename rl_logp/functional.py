@@ -75,7 +75,8 @@ def fused_logp(
             a new tensor nevertheless. docs/memory.md says when this is safe.
 
     Returns:
-        ``logp``, fp32, of target's shape; with ``return_lse`` a pair ``(logp, lse)``, ``lse`` fp64.
+        ``logp``, fp32 (of fp64 logits fp64), of target's shape; with ``return_lse`` a pair
+        ``(logp, lse)``, ``lse`` fp64.
 
     Raises:
         TypeError: for a wrong dtype.
@@ -182,7 +183,8 @@ def fused_logp_entropy(
             reads half as much. (Where the vocabulary is sharded, they do.)
 
     Returns:
-        ``(logp, entropy)``, or ``(logp, entropy, lse)``, of target's shape. Unless
+        ``(logp, entropy)``, or ``(logp, entropy, lse)``, of target's shape: fp32, or fp64 of fp64
+        logits, and ``lse`` fp64. Unless
         ``entropy_of_ignored=False``, a row whose target is ignored has a ``logp`` of 0, its
         entropy, and the entropy's gradient. Detach an entropy that is only looked at: the gradient
         is then that of ``fused_logp``, at its cost.
@@ -245,12 +247,18 @@ def fused_entropy(
 
     Args:
         logits: ``[..., V]``, as for :func:`fused_logp`.
-        temperature: a number, or an fp32 tensor, 0-dim or of logits' leading shape.
+        temperature: a number, or an fp32 tensor, 0-dim or of logits' leading shape; None means 1.
         require_kernel, inplace_backward: as for ``fused_logp``.
 
     Returns:
-        ``entropy``, fp32, of logits' leading shape: what :func:`fused_logp_entropy`, which says
-        what raises as well, returns for rows whose targets are ignored, to the bit.
+        ``entropy``, fp32 (of fp64 logits fp64), of logits' leading shape.
+
+    Raises:
+        As :func:`fused_logp_entropy`.
+
+    The entropy has the bits of ``fused_logp_entropy``, whatever the targets there, and its gradient
+    those of a row that is ignored there. Of another row, that gradient may differ in the last bits
+    of the target's column.
 
     >>> import torch, rl_logp
     >>> rl_logp.fused_entropy(torch.tensor([[0.0, 0.0], [0.0, -torch.inf]]))

@@ -1,6 +1,6 @@
 """The operators of the ``rl_logp`` namespace: schemas, fake kernels, autograd, and who serves them.
 
-    fused_logp            what people call: one fp32 tensor; a composite over fused_logp_forward
+    fused_logp            what people call: one tensor, logp; a composite over fused_logp_forward
     fused_logp_with_lse   the same with return_lse=True: (logp, lse)
     fused_logp_forward    (logp, lse), with autograd; its backward is
     fused_logp_backward   dlogits from the saved lse; once differentiable

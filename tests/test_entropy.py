@@ -206,7 +206,7 @@ def test_equal_columns_have_the_logarithm_of_their_number(
     assert_as_accurate(entropy, -(log_p.exp() * log_p).sum(-1), exact, "entropy")
 
 
-@pytest.mark.parametrize("gap", [5.0, 20.0, 40.0, 80.0])
+@pytest.mark.parametrize("gap", [5.0, 20.0, 30.0, 38.0])  # up to 55 bits: docs/numerics.md
 def test_a_confident_row_keeps_its_small_entropy(device: str, gap: float) -> None:
     """p and log(p) of the likely column are 1 and 0 in fp32, but the entropy is not 0."""
     if not kernel_serves(device, torch.float32):
@@ -215,7 +215,7 @@ def test_a_confident_row_keeps_its_small_entropy(device: str, gap: float) -> Non
     logits[0, 20] = gap
     others = 63 * math.exp(-gap)
     expected = math.log1p(others) + gap * others / (1 + others)
-    assert rl_logp.fused_entropy(logits).item() == pytest.approx(expected, rel=3e-7)
+    assert rl_logp.fused_entropy(logits).item() == pytest.approx(expected, rel=3e-7, abs=0)
 
 
 @every_dtype

@@ -62,8 +62,8 @@ def is_dtensor(tensor: Optional[Tensor]) -> bool:
 
 def check_plain(caller: str, **of_rows: Optional[Tensor]) -> None:
     """Raises ValueError for a DTensor beside logits that are none."""
-    for name, tensor in of_rows.items():
-        if is_dtensor(tensor):
+    for name in of_rows:  # not .items(): Dynamo would name the graph's tensors after the variable
+        if is_dtensor(of_rows[name]):
             raise ValueError(
                 f"{caller}: expected {name} as a plain tensor, as logits are, got a DTensor"
             )

@@ -154,4 +154,5 @@ def test_what_torch_holds_instead(device: str, of_torch: Score, expected: int, h
 
     run()
     peak = peak_bytes(device, run) / (2 * ROWS * V)
-    assert abs(peak - expected - held) < 0.1, f"{peak:.2f}"
+    # On a GPU torch's allocator may give each tensor a block that is a little larger.
+    assert abs(peak - expected - held) < 0.3, f"{peak:.2f}"

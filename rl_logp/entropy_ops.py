@@ -120,14 +120,13 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _checks.forward(logits, target, temperature)
     _checks.temperature_values(temperature)
+    outputs = logp, entropy, lse, mean = _outputs(logits, target)
     if _library.kernel_for(logits.device.type, logits.dtype).available:
         _checks.entropy_columns(logits.shape[-1])
-        outputs = logp, entropy, lse, mean = _outputs(logits, target)
         torch.ops.rl_logp._fused_logp_forward_out(
             _checks.kernel_layout(logits), target, temperature, all_rows, logp, lse, entropy, mean
         )
     else:
-        outputs = logp, entropy, lse, mean = _outputs(logits, target)
         chunked.forward(logits, target, temperature, logp, lse, entropy=entropy, mean=mean)
     return outputs
 

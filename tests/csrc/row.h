@@ -100,6 +100,25 @@ inline rl_logp::RowResult result_of(const Row& row) {
   return rl_logp::result_of(state_of<rl_logp::Weighted>(row));
 }
 
+// One state of each kind a row can be in, in the order in which one outdoes another.
+template <class Sum>
+std::vector<Sum> state_of_every_kind(Random& random) {
+  const float negative = -random.magnitude(29, 128), positive = random.magnitude(29, 128);
+  const float values[] = {
+      -rl_logp::kInfinity, negative,     static_cast<float>(20 * random.normal()), positive,
+      rl_logp::kInfinity,  rl_logp::kNan};
+  std::vector<Sum> states;
+  for (float value : values) {
+    rl_logp::GroupValues group;
+    for (float& y : group.y) y = random.chance(0.5) ? value : -rl_logp::kInfinity;
+    group.y[random.below(rl_logp::kGroup)] = value;
+    Sum state;
+    rl_logp::add_group(state, group.y, rl_logp::largest_of(group.y));
+    states.push_back(state);
+  }
+  return states;
+}
+
 // The sum of exp(y - largest) over all columns but one that is `largest`, in long double.
 inline long double exact_rest(const Row& row) {
   const auto largest = std::max_element(row.begin(), row.end());

@@ -7,6 +7,7 @@ namespace {
 using namespace rl_logp;
 using host_test::operator==;
 using host_test::Random;
+using host_test::state_of_every_kind;
 using Wide = __int128;
 
 struct Term {
@@ -94,26 +95,9 @@ WeightedSum merged(WeightedSum a, const WeightedSum& b) {
   return a;
 }
 
-// One state of each kind a row can be in, in the order in which one outdoes another.
-std::vector<WeightedSum> state_of_every_kind(Random& random) {
-  const float negative = -random.magnitude(29, 128), positive = random.magnitude(29, 128);
-  const float values[] = {-kInfinity, negative,  static_cast<float>(20 * random.normal()),
-                          positive,   kInfinity, kNan};
-  std::vector<WeightedSum> states;
-  for (float value : values) {
-    GroupValues group;
-    for (float& y : group.y) y = random.chance(0.5) ? value : -kInfinity;
-    group.y[random.below(kGroup)] = value;
-    WeightedSum state;
-    add_group(state, group.y, largest_of(group.y));
-    states.push_back(state);
-  }
-  return states;
-}
-
 // Any kind, and finite ones of every distance from each other.
 WeightedSum random_state(Random& random) {
-  if (random.chance(0.4)) return state_of_every_kind(random)[random.below(6)];
+  if (random.chance(0.4)) return state_of_every_kind<WeightedSum>(random)[random.below(6)];
   std::vector<Term> terms(1 + random.below(5));
   for (Term& term : terms) term = random_term(random, static_cast<int>(random.below(200)) - 100);
   return sum_of(terms);
@@ -260,7 +244,7 @@ void merging_is_a_commutative_monoid() {
 void what_is_higher_in_kind_wins_whole() {
   Random random;
   for (int round = 0; round < 1000; ++round) {
-    const std::vector<WeightedSum> states = state_of_every_kind(random);
+    const std::vector<WeightedSum> states = state_of_every_kind<WeightedSum>(random);
     for (size_t low = 0; low < states.size(); ++low) {
       for (size_t high = low + 1; high < states.size(); ++high) {
         CHECK_SAME(merged(states[low], states[high]), states[high], "lower + higher");
